@@ -1,0 +1,23 @@
+"""When things happen: each callback one decision."""
+
+from lgrpo.callbacks.exact_resume import ExactResume
+from lgrpo.callbacks.interrupt import GracefulInterrupt
+from lgrpo.callbacks.progress import RolloutProgress
+from lgrpo.callbacks.reference_refresh import ReferenceRefresh
+from lgrpo.callbacks.rollout_log import RolloutLog
+from lgrpo.callbacks.warm_start import SupervisedWarmStart
+from lgrpo.callbacks.weight_sync import WeightSync
+from lgrpo.callbacks.zero_variance_mask import ZeroVarianceMask
+from lgrpo.hooks import RolloutCallback
+
+__all__ = [
+    "ExactResume",
+    "GracefulInterrupt",
+    "ReferenceRefresh",
+    "RolloutCallback",
+    "RolloutLog",
+    "RolloutProgress",
+    "SupervisedWarmStart",
+    "WeightSync",
+    "ZeroVarianceMask",
+]

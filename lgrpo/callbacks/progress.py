@@ -1,0 +1,87 @@
+"""One line that says what the run is doing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from tqdm import tqdm
+
+from lgrpo.hooks import RolloutCallback, Stage
+
+
+class RolloutProgress(RolloutCallback, ProgressBar):
+    """A live line in a terminal: the stage, the step, reward, lag and pass@1. Elsewhere a plain line now and then."""
+
+    def __init__(self, lines: int = 10) -> None:
+        """
+        Args:
+            lines: Where the output is not a terminal: about how many lines a run prints; 0 for none.
+        """
+        super().__init__()
+        self.lines = lines
+        self._bar: tqdm | None = None
+        self._enabled = True
+        self._started = 0.0
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = time.perf_counter()
+        if self._enabled and trainer.is_global_zero and sys.stderr.isatty():
+            total = self._num_steps(trainer)
+            self._bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
+
+    def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str(f"{stage:<8}")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        figures = self._figures(trainer, batch.metrics)
+        if self._bar is not None:
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(trainer.global_step - self._bar.n)
+        elif self._enabled and self.lines and trainer.is_global_zero:
+            total = self._num_steps(trainer)
+            every = max(1, total // self.lines)
+            if trainer.global_step % every == 0 or trainer.global_step == total:
+                seconds = time.perf_counter() - self._started
+                print(f"step {trainer.global_step}/{total}  {seconds:.0f} s  {figures}", flush=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _num_steps(self, trainer: L.Trainer) -> int:
+        per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
+        limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+            limits.append(per_epoch * trainer.max_epochs)
+        return min(limits, default=per_epoch)
+
+    @staticmethod
+    def _figures(trainer: L.Trainer, rollout: dict[str, float]) -> str:
+        logged = trainer.callback_metrics
+        parts = [f"reward {rollout['rollout/reward']:.3f}"]
+        for name, label, form in (("train/lag", "lag", ".0f"), ("val/pass@1", "pass@1", ".3f")):
+            if name in logged:
+                parts.append(f"{label} {float(logged[name]):{form}}")
+        return "  ".join(parts)

@@ -1,0 +1,37 @@
+"""policy → reference."""
+
+from __future__ import annotations
+
+import lightning as L
+from jsonargparse.typing import PositiveInt
+
+from lgrpo.hooks import RolloutCallback
+
+
+class ReferenceRefresh(RolloutCallback):
+    """Moves the reference to the policy at the start of each stage, or every so many rollouts."""
+
+    def __init__(self, period: PositiveInt | None = None, decay: float = 0.0) -> None:  # type: ignore[valid-type]
+        """
+        Args:
+            period: In rollouts; by default once per stage, that is per Lightning epoch.
+            decay: How much of the old reference stays: 0 copies the policy, 0.99 is a slow moving average.
+        """
+        if period is not None and period < 1:
+            raise ValueError(f"reference_refresh.period is {period}; it counts rollouts, 1 or more")
+        if not 0 <= decay < 1:
+            raise ValueError(f"reference_refresh.decay is {decay}; it is a share from 0 up to, not including, 1")
+        self.period = period
+        self.decay = decay
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and not pl_module.loss.needs_reference:  # type: ignore[union-attr]
+            raise ValueError(
+                "ReferenceRefresh has no reference to refresh: kl_coef is 0, so none is kept. Set model.loss.kl_coef, or "
+                "leave the callback out (reference_refresh: null)"
+            )
+
+    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
+        period = self.period or trainer.datamodule.rollouts_per_epoch()  # type: ignore[attr-defined]
+        if rollout > 0 and rollout % period == 0:
+            pl_module.refresh_reference(self.decay)  # type: ignore[operator]

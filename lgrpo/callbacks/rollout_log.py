@@ -1,0 +1,67 @@
+"""A table of completions people can read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+
+from lgrpo.hooks import RolloutCallback
+from lgrpo.types import RolloutBatch
+
+COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag")
+
+
+class RolloutLog(RolloutCallback):
+    """Writes some groups of every n-th rollout to ``completions.jsonl`` in the run folder, and to the logger."""
+
+    def __init__(self, every: PositiveInt = 10, num_groups: PositiveInt = 1) -> None:  # type: ignore[valid-type]
+        """
+        Args:
+            every: Which rollouts: 0, every, 2 · every, …
+            num_groups: Groups of each, all siblings of a group.
+        """
+        self.every = every
+        self.num_groups = num_groups
+
+    def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
+        if batch.rollout % self.every or not trainer.is_global_zero:
+            return
+        table = [self._row(trainer, batch, i) for i in range(min(self.num_groups * batch.group_size, len(batch)))]
+        path = Path(trainer.default_root_dir) / "completions.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
+        for logger in trainer.loggers:
+            _log_table(logger, table, trainer.global_step)
+
+    def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
+        tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+        sampled = batch.completion_mask[i]
+        behaviour_step = int(batch.behaviour_step[i])
+        values = (
+            batch.rollout,
+            trainer.global_step,
+            tokenizer.decode(batch.tokens[i][batch.attention_mask[i] & ~sampled]),
+            tokenizer.decode(batch.tokens[i][sampled]),
+            round(float(batch.rewards[i]), 6),
+            round(float(batch.advantages[i][sampled][0]), 6),
+            bool(batch.loss_mask[i].any()),
+            behaviour_step,
+            trainer.global_step - behaviour_step,
+        )
+        return dict(zip(COLUMNS, values, strict=True))
+
+
+def _log_table(logger: Logger, table: list[dict[str, Any]], step: int) -> None:
+    """Into loggers that can show a table; the file has it in any case."""
+    if isinstance(logger, TensorBoardLogger):
+        lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
+        lines += [" | ".join(str(row[c]).replace("|", "\\|").replace("\n", " ") for c in COLUMNS) for row in table]
+        logger.experiment.add_text("rollout/completions", "\n".join(lines), step)
+    elif isinstance(logger, WandbLogger):
+        logger.log_table("rollout/completions", columns=list(COLUMNS), data=[list(r.values()) for r in table], step=step)

@@ -1,0 +1,187 @@
+"""The command line: ``lgrpo fit | validate | test``, which are LightningCLI's, and ``lgrpo plan``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lgrpo.callbacks import (
+    ExactResume,
+    GracefulInterrupt,
+    ReferenceRefresh,
+    RolloutProgress,
+    WeightSync,
+    ZeroVarianceMask,
+)
+from lgrpo.data import RolloutDataModule
+from lgrpo.module import GRPOModule
+from lgrpo.plan import plan
+from lgrpo.report import closing_line, draw_curves, read_series
+
+CALLBACK_KEYS = {
+    "weight_sync": WeightSync,
+    "reference_refresh": ReferenceRefresh,
+    "zero_variance_mask": ZeroVarianceMask,
+}
+EPILOG = "lgrpo plan --config … says what a config means before anything is loaded: lags, syncs, tokens, memory."
+
+
+class SaveConfig(SaveConfigCallback):
+    """Keeps the whole configuration of every attempt at a run beside its metrics."""
+
+    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            folder = Path(trainer.default_root_dir)
+            attempts = len(list(folder.glob("config*.yaml")))
+            path = folder / ("config.yaml" if attempts == 0 else f"config-{attempts + 1}.yaml")
+            path.write_text(self.parser.dump(self.config, skip_none=False), encoding="utf-8")
+
+
+class LGRPOCLI(LightningCLI):
+    """LightningCLI with the callbacks of the loop under keys of their own, and a run folder."""
+
+    def __init__(self, args: list[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(
+            GRPOModule,
+            RolloutDataModule,
+            args=args,
+            auto_configure_optimizers=False,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
+            parser_kwargs={"description": "Group-relative policy optimisation, on-policy or off.", "epilog": EPILOG},
+            **kwargs,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--run",
+            type=str | None,
+            default=None,
+            help="Folder of the run: metrics, completions, checkpoints, config. A new one under runs/ by default.",
+        )
+        for key, callback in CALLBACK_KEYS.items():
+            parser.add_subclass_arguments(callback, key, required=False)
+        parser.set_defaults({"weight_sync": {"class_path": "lgrpo.WeightSync"}})
+        parser.add_class_arguments(ModelCheckpoint, "checkpoint")
+        parser.set_defaults({"checkpoint.save_last": True, "checkpoint.filename": "{step}"})
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        known = LightningCLI.subcommands()
+        return {name: known[name] for name in ("fit", "validate", "test")}
+
+    def before_instantiate_classes(self) -> None:
+        run = self._get(self.config, "run")
+        if self.subcommand != "fit":
+            self.run_folder = Path(run or ".")
+            return
+        resuming = self._get(self.config, "ckpt_path") is not None
+        if resuming and run is None:
+            raise SystemExit("lgrpo: --ckpt_path goes on with a run: say which one with --run FOLDER")
+        self.run_folder = Path(run or os.environ.setdefault("LGRPO_RUN", f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"))
+        self._claim_run_folder(resuming)
+
+    @rank_zero_only
+    def _claim_run_folder(self, resuming: bool) -> None:
+        folder = self.run_folder
+        if folder.exists() and not folder.is_dir():
+            raise SystemExit(f"lgrpo: the run folder {folder} is a file")
+        if folder.is_dir() and any(folder.iterdir()) and not resuming:
+            raise SystemExit(
+                f"lgrpo: the run folder {folder} exists already, and nothing of it is overwritten. Choose another --run, "
+                "or go on with it by --ckpt_path last"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        settings = self._get(self.config_init, "trainer")
+        given = settings["callbacks"] or []
+        callbacks: list[Callback] = [*(given if isinstance(given, list) else [given])]
+        callbacks += [c for key in CALLBACK_KEYS if (c := self._get(self.config_init, key)) is not None]
+        kwargs["default_root_dir"] = settings["default_root_dir"] or str(self.run_folder)
+        if self.subcommand == "fit":
+            callbacks += [ExactResume(), GracefulInterrupt()]
+            if settings["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+                callbacks.append(RolloutProgress())
+            if settings["enable_checkpointing"] is not False:
+                checkpoint = self._get(self.config_init, "checkpoint")
+                checkpoint.dirpath = checkpoint.dirpath or str(self.run_folder / "checkpoints")
+                callbacks.append(checkpoint)
+            if settings["logger"] in (None, True):
+                kwargs["logger"] = self._loggers()
+        elif settings["logger"] is None:
+            kwargs["logger"] = False
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def _loggers(self) -> list[Logger]:
+        loggers: list[Logger] = [CSVLogger(str(self.run_folder), name="metrics")]
+        try:
+            loggers.append(TensorBoardLogger(str(self.run_folder), name="tensorboard"))
+        except ModuleNotFoundError:
+            warnings.warn("tensorboard is not installed, so metrics go to CSV alone", stacklevel=1)
+        return loggers
+
+    def before_fit(self) -> None:
+        self._started = time.perf_counter()
+
+    def after_fit(self) -> None:
+        self.datamodule.engine.close()
+        if not self.trainer.is_global_zero:
+            return
+        try:
+            series = read_series(self.run_folder)
+        except FileNotFoundError:  # the user logs elsewhere
+            return
+        try:
+            draw_curves(series, self.run_folder / "curves.png")
+        except ImportError as error:
+            warnings.warn(str(error), stacklevel=1)
+        print(f"The run is in {self.run_folder}/: metrics, completions.jsonl, checkpoints, curves.png")
+        print(closing_line(series, time.perf_counter() - self._started))
+
+
+class ParseOnly(LGRPOCLI):
+    """Reads a config as ``fit`` would, and stops there."""
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(args, run=False)
+
+    def before_instantiate_classes(self) -> None:
+        """No run folder."""
+
+    def instantiate_classes(self) -> None:
+        """Nothing is built."""
+
+
+def quiet_lightning() -> None:
+    """Leaves out Lightning's advertisement, and two warnings about things that are as they should be."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: "litlogger" not in record.getMessage())
+    warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point of the ``lgrpo`` command."""
+    args = sys.argv[1:] if args is None else args
+    quiet_lightning()
+    if args and args[0] == "plan":
+        print(plan(ParseOnly(args[1:]).config))
+    else:
+        LGRPOCLI(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""The embedded engine: a lagged copy of the policy, decoded with transformers in the training process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from lgrpo.engines.base import NoWeightsError, RolloutEngine, Sampling
+from lgrpo.functional import stream_uniform
+from lgrpo.types import Completion, PolicyWeights, Prompt
+
+
+@final
+class TransformersEngine(RolloutEngine):
+    """Samples with transformers. For CPUs, small models and tests: it needs nothing else, and is exact."""
+
+    def __init__(self, max_sequences: int = 512, dtype: Literal["float32", "bfloat16"] | None = None) -> None:
+        """
+        Args:
+            max_sequences: Completions decoded at a time.
+            dtype: Of the lagged copy. By default the policy's.
+        """
+        if max_sequences < 1:
+            raise ValueError(f"max_sequences is {max_sequences}; at least 1 must be decoded at a time")
+        self.max_sequences = max_sequences
+        self.dtype = None if dtype is None else getattr(torch, dtype)
+        self._model: PreTrainedModel | None = None
+        self._step: int | None = None
+
+    @property
+    def step(self) -> int | None:
+        return self._step
+
+    @torch.no_grad()
+    def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int = 1) -> None:
+        incoming = dict(weights)
+        if self._model is None:
+            example = next(iter(incoming.values()))
+            dtype = self.dtype or example.dtype
+            with torch.device(example.device), torch.random.fork_rng(devices=[]):
+                self._model = AutoModelForCausalLM.from_config(weights.config, dtype=dtype).eval()
+            self._model.requires_grad_(False)
+        own = self._model.state_dict()
+        if different := own.keys() ^ incoming.keys():
+            raise ValueError(f"the engine's model and the policy differ in their tensors: {sorted(different)[:3]}")
+        for name, tensor in incoming.items():
+            own[name].copy_(tensor)
+        self._step = step
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> list[list[Completion]]:
+        if self._model is None:
+            raise NoWeightsError
+        completions: list[list[Completion]] = []
+        at_a_time = max(1, self.max_sequences // num_samples)
+        for start in range(0, len(prompts), at_a_time):
+            chunk = prompts[start : start + at_a_time]
+            flat = _decode(self._model, chunk, num_samples, sampling, seed, tokenizer, self._step or 0)
+            completions += [flat[i : i + num_samples] for i in range(0, len(flat), num_samples)]
+        return completions
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._model is None:
+            return {"step": None}
+        weights = {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+        return {"step": self._step, "config": self._model.config.to_dict(), "weights": weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["step"] is None:
+            self.close()
+            return
+        config = AutoConfig.for_model(**state["config"])
+        self.load_weights(PolicyWeights(config=config, tensors=lambda: iter(state["weights"].items())), state["step"])
+
+    def close(self) -> None:
+        self._model, self._step = None, None
+
+
+class _Row:
+    """What has been drawn for one completion so far."""
+
+    __slots__ = ("finish_reason", "logprobs", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: Literal["stop", "length"] | None = None
+
+
+def _decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    sampling: Sampling,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    step: int,
+) -> list[Completion]:
+    """Completions of all prompts, siblings side by side. Prompts are run once and shared by their siblings."""
+    device, stop, eos = model.device, sampling.stop or [], _eos_ids(model, tokenizer)
+    longest = max(len(p.token_ids) for p in prompts)
+    tokens = torch.full((len(prompts), longest), tokenizer.pad_token_id, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):  # padded on the left, so that all rows go on from the same column
+        tokens[i, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
+        mask[i, longest - len(prompt.token_ids) :] = 1
+    tokens, mask = tokens.to(device), mask.to(device)
+    padded = bool((mask == 0).any())
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    output = model(
+        input_ids=tokens,
+        attention_mask=mask if padded else None,
+        position_ids=positions,
+        past_key_values=cache,
+        logits_to_keep=1,
+    )
+    logits = output.logits[:, -1].repeat_interleave(num_samples, 0)
+    cache.batch_repeat_interleave(num_samples)
+    mask = mask.repeat_interleave(num_samples, 0)
+    lengths = mask.sum(1)
+    rows = [_Row() for _ in range(len(prompts) * num_samples)]
+    alive = torch.arange(len(rows), device=device)
+    prompt_positions = torch.tensor([p.position for p in prompts], device=device).repeat_interleave(num_samples)
+    siblings = torch.arange(num_samples, device=device).repeat(len(prompts))
+
+    for t in range(sampling.max_tokens):
+        uniform = stream_uniform(seed, prompt_positions[alive], siblings[alive], t)
+        drawn, logprobs = draw(logits.float(), sampling, uniform)
+        going_on = _record(rows, alive, drawn, logprobs, t, sampling, stop, tokenizer, eos)
+        if not going_on:
+            break
+        if len(going_on) <= len(alive) // 2:  # decode only what is still alive
+            kept = torch.tensor(going_on, device=device)
+            alive, drawn, mask, lengths = alive[kept], drawn[kept], mask[kept], lengths[kept]
+            cache.batch_select_indices(kept)
+        if padded:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        logits = model(
+            input_ids=drawn[:, None],
+            attention_mask=mask if padded else None,
+            position_ids=lengths[:, None] + t,
+            past_key_values=cache,
+        ).logits[:, -1]
+
+    texts = tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
+    return [
+        Completion(
+            token_ids=row.token_ids,
+            logprobs=row.logprobs,
+            text=_cut(text, stop),
+            finish_reason=row.finish_reason or "length",
+            behaviour_step=step,
+        )
+        for row, text in zip(rows, texts, strict=True)
+    ]
+
+
+def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [B] drawn from logits [B, V] by inverse transform, and their log-probabilities, truncation included."""
+    logprobs = torch.log_softmax(logits / sampling.temperature, dim=-1)
+    if sampling.is_truncated:
+        ordered, order = logprobs.sort(dim=-1, descending=True)
+        keep = torch.ones_like(ordered, dtype=torch.bool)
+        if sampling.top_k:
+            keep[:, sampling.top_k :] = False
+            ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
+        keep &= ordered.exp().cumsum(-1) - ordered.exp() < sampling.top_p  # the mass before a token is not enough yet
+        keep[:, 0] = True
+        dropped = torch.empty_like(keep).scatter_(-1, order, ~keep)
+        logprobs = logprobs.masked_fill(dropped, -torch.inf).log_softmax(-1)
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    threshold = uniform.to(cumulative) * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _record(
+    rows: list[_Row],
+    alive: Tensor,
+    drawn: Tensor,
+    logprobs: Tensor,
+    t: int,
+    sampling: Sampling,
+    stop: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    eos: set[int],
+) -> list[int]:
+    """Writes one token to each unfinished row; returns the places in ``alive`` of the rows that go on."""
+    going_on = []
+    tail = 4 * max((len(s) for s in stop), default=0) + 4  # a character is at most four byte-level tokens
+    for place, (row_index, token, logprob) in enumerate(
+        zip(alive.tolist(), drawn.tolist(), logprobs.tolist(), strict=True)
+    ):
+        row = rows[row_index]
+        if row.finish_reason is not None:
+            continue
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        if token in eos or (stop and any(s in tokenizer.decode(row.token_ids[-tail:]) for s in stop)):
+            row.finish_reason = "stop"
+        elif t + 1 == sampling.max_tokens:
+            row.finish_reason = "length"
+        else:
+            going_on.append(place)
+    return going_on
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every token that ends a sequence: the tokenizer's, and those the model's config names."""
+    named = model.config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+    return {i for i in ids if i is not None}
+
+
+def _cut(text: str, stop: list[str]) -> str:
+    """The text before the first stop string."""
+    places = [place for s in stop if (place := text.find(s)) >= 0]
+    return text[: min(places)] if places else text

@@ -1,0 +1,42 @@
+"""From a loss per token to one number. The denominator is given: it belongs to the whole optimizer step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_mean(values: Tensor, mask: Tensor, num_tokens: float | Tensor) -> Tensor:
+    """Sum over the tokens of ``mask``, over the tokens of the step. 0 where there are none.
+
+    >>> values = torch.tensor([[1.0, 2.0], [3.0, 9.0]])
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> token_mean(values, mask, num_tokens=3)
+    tensor(2.)
+    """
+    return _sum(values, mask) / max(float(num_tokens), 1.0)
+
+
+def sequence_mean(values: Tensor, mask: Tensor, lengths: Tensor, num_sequences: float | Tensor) -> Tensor:
+    """Each row's sum over its own length, then the mean over the sequences of the step.
+
+    >>> values = torch.tensor([[1.0, 2.0], [3.0, 9.0]])
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> sequence_mean(values, mask, lengths=torch.tensor([2, 1]), num_sequences=2)
+    tensor(2.2500)
+    """
+    rows = torch.where(mask, values, 0.0).sum(1) / lengths.clamp(min=1)
+    return rows.sum() / max(float(num_sequences), 1.0)
+
+
+def constant_sum(values: Tensor, mask: Tensor, constant: float) -> Tensor:
+    """Sum over the tokens of ``mask``, over a number that does not depend on the data (Dr. GRPO: B · longest length).
+
+    >>> constant_sum(torch.tensor([[1.0, 2.0]]), torch.tensor([[True, True]]), constant=10.0)
+    tensor(0.3000)
+    """
+    return _sum(values, mask) / constant
+
+
+def _sum(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, 0.0).sum()

@@ -1,0 +1,39 @@
+"""Random numbers that depend on a key and nothing else: not on a batch, a rank, or global random state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the constants of SplitMix64, as signed 64-bit integers
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of a signed 64-bit integer."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser; int64 products wrap around as they should."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def stream_uniform(seed: int, *key: Tensor | int) -> Tensor:
+    """Uniform numbers in [0, 1), float64, one for each element of the broadcast ``key``.
+
+    An engine calls it with (position of the prompt, index among its siblings, index of the token).
+
+    >>> both = stream_uniform(0, torch.tensor([5, 6]), 1)
+    >>> alone = stream_uniform(0, torch.tensor([6]), 1)
+    >>> both[1] == alone[0]
+    tensor(True)
+    """
+    device = next((part.device for part in key if isinstance(part, Tensor)), None)
+    state = torch.tensor(seed, dtype=torch.int64, device=device)
+    for part in key:
+        state = _mix(state + _GOLDEN) ^ _mix(torch.as_tensor(part, dtype=torch.int64, device=device) * _GOLDEN + 1)
+    return _shift_right(_mix(state), 11).double() * 2.0**-53

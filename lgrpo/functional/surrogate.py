@@ -1,0 +1,87 @@
+"""The ratio of two policies and the clipped surrogate around it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RatioDenominator = Literal["behaviour", "proximal", "none"]
+ClipCentre = Literal["one", "proximal", "proximal_multiplicative"]
+
+
+def log_ratio(
+    policy_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    proximal_logprobs: Tensor | None = None,
+    denominator: RatioDenominator = "behaviour",
+) -> Tensor:
+    """log of π_θ over the chosen policy, per token; ``none`` is π_θ over itself: 1, with the gradient of log π_θ.
+
+    >>> policy, behaviour = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
+    >>> log_ratio(policy, behaviour)
+    tensor([0.5000, 0.0000])
+    >>> log_ratio(policy, behaviour, denominator="none")
+    tensor([0., 0.])
+    """
+    if denominator == "behaviour":
+        return policy_logprobs - behaviour_logprobs
+    if denominator == "proximal":
+        if proximal_logprobs is None:
+            raise ValueError("a ratio over the proximal policy needs proximal_logprobs")
+        return policy_logprobs - proximal_logprobs
+    if denominator == "none":
+        return policy_logprobs - policy_logprobs.detach()
+    raise ValueError(f"ratio denominator {denominator!r} is not one of behaviour, proximal, none")
+
+
+def clip_centre(
+    log_ratio: Tensor, behaviour_logprobs: Tensor, proximal_logprobs: Tensor | None, centre: ClipCentre
+) -> Tensor:
+    """Where the band of the clip lies: 1, or π_k/α (Mroueh et al., equation 6).
+
+    >>> clip_centre(torch.zeros(2), torch.zeros(2), torch.tensor([0.0, 0.5]), "proximal")
+    tensor([1.0000, 1.6487])
+    """
+    if centre == "one":
+        return torch.ones_like(log_ratio)
+    if proximal_logprobs is None:
+        raise ValueError(f"clip centre {centre!r} needs proximal_logprobs")
+    return (proximal_logprobs - behaviour_logprobs).exp()
+
+
+def clip_band(
+    centre: Tensor, clip_low: float, clip_high: float, multiplicative: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Lower and upper edge: ``max(c - low, 0), c + high``, or ``c (1 - low), c (1 + high)``.
+
+    >>> clip_band(torch.tensor([1.0, 0.1]), 0.2, 0.2)
+    (tensor([0.8000, 0.0000]), tensor([1.2000, 0.3000]))
+    >>> clip_band(torch.tensor([1.0, 0.1]), 0.2, 0.2, multiplicative=True)
+    (tensor([0.8000, 0.0800]), tensor([1.2000, 0.1200]))
+    """
+    if multiplicative:
+        return centre * (1 - clip_low), centre * (1 + clip_high)
+    return (centre - clip_low).clamp(min=0.0), centre + clip_high
+
+
+def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """``min(ρA, clip(ρ, low, high) A)`` per token: the part of the objective that never rewards leaving the band.
+
+    >>> clipped_surrogate(torch.tensor([1.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, -1.0]), 0.8, 1.2)
+    tensor([ 1.2000,  0.5000, -0.8000])
+    """
+    clipped = ratio.clamp(min=low, max=high)  # type: ignore[arg-type]
+    return torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def outside_band(
+    ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Two bool tensors: tokens without gradient because they left the band downwards, and upwards.
+
+    >>> outside_band(torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1.0, -1.0, -1.0]), 0.8, 1.2)
+    (tensor([False, False,  True]), tensor([ True, False, False]))
+    """
+    return (advantage < 0) & (ratio < low), (advantage > 0) & (ratio > high)

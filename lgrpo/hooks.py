@@ -1,0 +1,57 @@
+"""The moments of a rollout, as Lightning callbacks see them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import lightning as L
+
+from lgrpo.types import RolloutBatch
+
+Stage = Literal["sync", "generate", "score", "update", "validate"]
+
+
+class RolloutCallback(L.Callback):
+    """A Lightning callback that also hears of rollouts. Subclass it to extend a run.
+
+    The one thing such a callback may change is a batch's ``loss_mask``, and only by turning entries off: then no order
+    of callbacks can change a result. What needs more is an advantage, a reward or a loss.
+    """
+
+    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
+        """Rollout k is about to be generated; ``trainer.global_step`` updates have been made."""
+
+    def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
+        """The rollout is sampled, scored and whole; its first pass is about to begin."""
+
+    def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
+        """The run turns to another kind of work. For displays."""
+
+
+def rollout_callbacks(trainer: L.Trainer) -> list[RolloutCallback]:
+    """Those of the Trainer's callbacks that hear of rollouts."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback)]  # type: ignore[attr-defined]
+
+
+def call_rollout_start(trainer: L.Trainer, rollout: int) -> None:
+    """Tells every rollout callback that rollout k is about to be generated."""
+    for callback in rollout_callbacks(trainer):
+        callback.on_rollout_start(trainer, trainer.lightning_module, rollout)
+
+
+def call_rollout_end(trainer: L.Trainer, batch: RolloutBatch) -> None:
+    """Shows every rollout callback the whole rollout, and holds them to shrinking its loss mask."""
+    for callback in rollout_callbacks(trainer):
+        before = batch.loss_mask.clone()
+        callback.on_rollout_end(trainer, trainer.lightning_module, batch)
+        if bool((batch.loss_mask & ~before).any()):
+            raise RuntimeError(
+                f"{type(callback).__name__}.on_rollout_end turned entries of loss_mask on; a callback may only turn "
+                "them off, or the order of callbacks would decide the result"
+            )
+
+
+def call_stage(trainer: L.Trainer, stage: Stage) -> None:
+    """Tells every rollout callback what the run is busy with."""
+    for callback in rollout_callbacks(trainer):
+        callback.on_stage(trainer, trainer.lightning_module, stage)

@@ -1,0 +1,6 @@
+"""torchmetrics over ``functional``: correct over micro-batches and over ranks."""
+
+from lgrpo.metrics.pass_at_k import PassAtK
+from lgrpo.metrics.step import StepMetrics
+
+__all__ = ["PassAtK", "StepMetrics"]

@@ -1,0 +1,242 @@
+"""GRPO as a LightningModule: policy, reference, loss.
+
+Not here: sampling (engines), scoring (rewards), advantages (advantages), when weights move (callbacks.weight_sync).
+There is no critic.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lgrpo.functional import kl_divergence
+from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss
+from lgrpo.metrics import PassAtK, StepMetrics
+from lgrpo.policy import CausalPolicy
+from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
+
+
+class GRPOModule(L.LightningModule):
+    """Owns the policy, the reference and the loss. Optimisation is Lightning's automatic one."""
+
+    def __init__(
+        self,
+        policy: CausalPolicy,
+        loss: PolicyLoss = ClippedLoss(),  # noqa: B008
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+        scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        """
+        Args:
+            policy: The language model to train.
+            loss: What each optimizer step descends.
+            optimizer: Over the policy's parameters.
+            scheduler: Of the learning rate, stepped after every optimizer step; by default none.
+        """
+        super().__init__()
+        self.policy = policy
+        self.reference: CausalPolicy | None = None
+        self.loss = loss
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.step_metrics = StepMetrics()
+        self.pass_at_k = PassAtK()
+        self.reference_pass_at_k = PassAtK()
+        self.reference_step = 0
+        self._policy_score: tuple[int, float] | None = None  # (optimizer step, pass@1) of the last validation
+        self._reference_score: float | None = None
+        self._proximal: dict[int, Tensor] = {}
+        self._proximal_rollout = -1
+        self._update_started = 0.0
+        self._step_is_empty = False
+
+    # What others ask for
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer."""
+        return self.policy.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens, prompt and completion together."""
+        return self.policy.context_length
+
+    @property
+    def wants_reference_score(self) -> bool:
+        """Whether there is a reference whose pass@1 is not known."""
+        return self.reference is not None and self._reference_score is None
+
+    def policy_weights(self) -> PolicyWeights:
+        """The policy's weights as they are now."""
+        return self.policy.weights()
+
+    def reference_weights(self) -> PolicyWeights:
+        """The reference's weights."""
+        if self.reference is None:
+            raise RuntimeError("no reference is kept: the loss has no KL term (kl_coef is 0)")
+        return self.reference.weights()
+
+    @torch.no_grad()
+    def refresh_reference(self, decay: float = 0.0) -> None:
+        """``reference ← decay · reference + (1 - decay) · policy``."""
+        if self.reference is None:
+            raise RuntimeError("there is no reference to refresh: the loss has no KL term (kl_coef is 0)")
+        for own, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+            own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
+        self.reference_step = self.global_step
+        known = self._policy_score is not None and self._policy_score[0] == self.global_step and decay == 0
+        self._reference_score = self._policy_score[1] if known and self._policy_score is not None else None
+
+    # Lightning's hooks
+
+    def configure_model(self) -> None:
+        self.policy.build()
+        if self.loss.needs_reference and self.reference is None:
+            self.reference = copy.deepcopy(self.policy).requires_grad_(False).eval()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(p for p in self.policy.parameters() if p.requires_grad)
+        if self.scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and self.trainer.precision in ("bf16-true", "16-true", "transformer-engine-float16"):
+            raise ValueError(
+                f"trainer.precision {self.trainer.precision} rounds every float of a batch, behaviour log-probabilities "
+                "too: -7.123456 becomes -7.125, and the ratio is wrong at lag 0. Use bf16-mixed"
+            )
+
+    def train(self, mode: bool = True) -> GRPOModule:
+        super().train(mode)
+        if self.reference is not None:
+            self.reference.eval()
+        return self
+
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self._update_started = time.perf_counter()
+        logprobs = self._logprobs(batch)
+        output = self.loss(batch, logprobs)
+        self._step_is_empty = batch.totals.live_tokens == 0
+        kl_reference = None if logprobs.reference is None else kl_divergence(logprobs.policy, logprobs.reference)
+        self.step_metrics.update(
+            loss=output.loss,
+            mask=batch.loss_mask,
+            log_ratio=logprobs.policy.detach() - batch.behaviour_logprobs,
+            ratio=output.ratio,
+            clipped_low=output.clipped_low,
+            clipped_high=output.clipped_high,
+            entropy=logprobs.entropy,
+            kl_reference=kl_reference,
+            lag=self.global_step - batch.behaviour_step,
+        )
+        # Lightning divides by the number of micro-batches and averages over ranks; the totals have done both already
+        return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+
+    def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches:
+            return
+        figures = {f"train/{name}": value for name, value in self.step_metrics.compute().items()}
+        self.step_metrics.reset()
+        figures["train/step_skipped"] = float(self._step_is_empty)
+        figures["time/update"] = time.perf_counter() - self._update_started
+        self.log_dict(figures | batch.metrics, on_step=True, on_epoch=False)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """A step without a live token changes nothing: not even momentum and weight decay act."""
+        if self._step_is_empty:
+            if optimizer_closure is not None:
+                optimizer_closure()
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
+        self.pass_at_k.update(batch.correct)
+        if batch.reference_correct is not None:
+            self.reference_pass_at_k.update(batch.reference_correct)
+
+    def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_pass_at_k("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_pass_at_k("test")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = {
+            "reference_step": self.reference_step,
+            "policy_score": self._policy_score,
+            "reference_score": self._reference_score,
+            "proximal_rollout": self._proximal_rollout,
+        }
+        ranks: list[Any] = [self._proximal] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            torch.distributed.all_gather_object(ranks, self._proximal)
+        checkpoint["grpo"] = state | {"proximal": ranks}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["grpo"]
+        self.reference_step = state["reference_step"]
+        self._policy_score, self._reference_score = state["policy_score"], state["reference_score"]
+        if self._trainer is not None and len(state["proximal"]) == self.trainer.world_size:
+            self._proximal_rollout = state["proximal_rollout"]
+            self._proximal = state["proximal"][self.trainer.global_rank]
+
+    # Inside a step
+
+    def _logprobs(self, batch: RolloutBatch) -> PolicyLogprobs:
+        arguments = batch.tokens, batch.completion_mask, batch.temperature
+        policy, entropy = self.policy(*arguments)
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference, _ = self.reference(*arguments)
+        proximal = self._proximal_logprobs(batch, policy.detach()) if self.loss.needs_proximal else None
+        return PolicyLogprobs(policy=policy, proximal=proximal, reference=reference, entropy=entropy)
+
+    def _proximal_logprobs(self, batch: RolloutBatch, policy: Tensor) -> Tensor:
+        """log π_k: what the policy says on the first pass over a rollout, remembered by row for the later ones."""
+        if batch.proximal_logprobs is not None:
+            return batch.proximal_logprobs
+        if batch.rollout != self._proximal_rollout:
+            self._proximal, self._proximal_rollout = {}, batch.rollout
+        rows = batch.rows.tolist()
+        proximal = torch.zeros_like(policy)
+        for i, row in enumerate(rows):
+            mask = batch.completion_mask[i]
+            if row not in self._proximal:
+                self._proximal[row] = policy[i][mask].cpu()
+            proximal[i, mask] = self._proximal[row].to(proximal)
+        return proximal
+
+    def _log_pass_at_k(self, prefix: str) -> None:
+        scores = {k: float(value) for k, value in self.pass_at_k.compute().items()}
+        self._policy_score = (self.global_step, scores[1])
+        if self.reference_pass_at_k.update_called:
+            self._reference_score = float(self.reference_pass_at_k.compute()[1])
+        self.pass_at_k.reset()
+        self.reference_pass_at_k.reset()
+        figures = {f"{prefix}/pass@{k}": score for k, score in scores.items()}
+        if self._reference_score is not None:
+            figures[f"{prefix}/pass@1_over_reference"] = scores[1] - self._reference_score
+        if self.trainer.sanity_checking:  # Lightning throws these away, but they are the starting point of the run
+            for logger in self.trainer.loggers:
+                logger.log_metrics(figures, step=0)
+        else:
+            self.log_dict(figures)
+
+

@@ -1,0 +1,124 @@
+"""What a config means, in numbers, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from lgrpo.policy import CausalPolicy
+
+_GIB = 2**30
+
+
+def plan(config: Namespace) -> str:
+    """A table of what one optimizer step, one cycle and the whole run will do under a parsed config."""
+    data, trainer = config.data, config.trainer
+    period = (config.weight_sync.init_args.period if config.weight_sync else None) or None
+    prompts, group, reuse = data.num_prompts, data.group_size, data.reuse
+    completions = prompts * group
+    longest = data.sampling.max_tokens
+    micro_batches = trainer.accumulate_grad_batches
+    rows = [
+        ("schedule", _schedule(period, reuse)),
+        ("rollout", f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each"),
+        ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
+        ("micro-batches", f"{micro_batches} in each step, about {completions / micro_batches:g} completions each"),
+        ("sync", "before the first rollout only" if period is None else f"every {period} rollouts, {period * reuse} steps"),
+        ("lags that occur", _lags(period, reuse)),
+        *_whole_run(config, period),
+        ("zero-variance groups", "masked, KL term included" if config.zero_variance_mask else "kept"),
+        *_memory(config, completions, longest, micro_batches),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _schedule(period: int | None, reuse: int) -> str:
+    v = "∞" if period is None else str(period)
+    kind = {
+        (True, True): "on-policy GRPO",
+        (True, False): "reuse: several steps on each rollout",
+        (False, True): "off-policy: the sampler lags behind",
+        (False, False): "off-policy, with several steps on each rollout",
+    }[period == 1, reuse == 1]
+    return f"v = {v}, i = {reuse}: {kind}"
+
+
+def _lags(period: int | None, reuse: int) -> str:
+    """Every lag, in optimizer steps, a completion can have when it is trained on."""
+    if period is None:
+        return "0, 1, 2, … to the end of the run (never synced again)"
+    last = period * reuse - 1
+    if last == 0:
+        return "0: every completion is fresh"
+    between = ", 1" if last == 2 else ", 1, …" if last > 2 else ""
+    return f"0{between}, {last} optimizer steps, again in every cycle of {period} rollouts"
+
+
+def _whole_run(config: Namespace, period: int | None) -> list[tuple[str, str]]:
+    data, trainer = config.data, config.trainer
+    if data.num_rollouts is None:
+        return [("stage (epoch)", "one pass over the training prompts; set data.num_rollouts to choose its length")]
+    stages = trainer.max_epochs if trainer.max_epochs is not None else 1
+    rollouts = data.num_rollouts * stages
+    if trainer.max_steps >= 0:
+        rollouts = min(rollouts, -(-trainer.max_steps // data.reuse))
+    syncs = 1 if period is None else -(-rollouts // period)
+    return [
+        ("stage (epoch)", f"{data.num_rollouts} rollouts, {data.num_rollouts * data.reuse} optimizer steps"),
+        (
+            "whole run",
+            f"{rollouts} rollouts, {rollouts * data.reuse} optimizer steps, {syncs} syncs, "
+            f"{rollouts * data.num_prompts * data.group_size:,} completions",
+        ),
+    ]
+
+
+def _memory(config: Namespace, completions: int, longest: int, micro_batches: int) -> list[tuple[str, str]]:
+    """Weights, gradients, optimizer state, copies, and the activations of one micro-batch."""
+    settings: dict[str, Any] = vars(config.model.policy)
+    policy = CausalPolicy(**settings)
+    try:
+        architecture = policy.config
+    except OSError as error:
+        return [("memory", f"not estimated: the model's config cannot be read ({str(error).splitlines()[0]})")]
+    num_parameters = _num_parameters(architecture)
+    bytes_each = 2 if settings["dtype"] == "bfloat16" else 4
+    needs_reference = config.model.loss.init_args.get("kl_coef", 0) > 0
+    copies = {
+        "weights": bytes_each,
+        "gradients": bytes_each,
+        "AdamW": 2 * bytes_each,
+        "reference": bytes_each if needs_reference else 0,
+        "engine's copy": bytes_each,
+    }
+    tokens = completions / micro_batches * longest
+    text = architecture.get_text_config()
+    activation_bytes = 2 if "bf16" in str(config.trainer.precision) else 4
+    per_layer = (
+        text.hidden_size
+        if settings["gradient_checkpointing"]
+        else 10 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
+    )
+    activations = tokens * text.num_hidden_layers * per_layer * activation_bytes
+    logits = 3 * min(settings["chunk_size"], tokens) * text.vocab_size * 4
+    held = sum(copies.values()) * num_parameters
+    parts = ", ".join(f"{name} {each * num_parameters / _GIB:.2g}" for name, each in copies.items() if each)
+    return [
+        ("policy", f"{num_parameters:,} parameters, {text.model_type}, {settings['dtype']}"),
+        ("memory, held", f"{held / _GIB:.2g} GiB: {parts}"),
+        (
+            "memory, in a step",
+            f"about {(activations + logits) / _GIB:.2g} GiB at worst: activations {activations / _GIB:.2g}, "
+            f"logits {logits / _GIB:.2g} (prompts not counted)",
+        ),
+    ]
+
+
+def _num_parameters(architecture: PretrainedConfig) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(architecture)
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,205 @@
+"""A causal language model as a policy: log-probabilities of tokens, and weights by their Hugging Face names.
+
+Not here: sampling (engines), the loss (losses), who is trained and who is frozen (module).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Literal, final
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from lgrpo.functional import chunked_token_logprobs
+from lgrpo.types import PolicyWeights
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """One token per character, plus padding and end of sequence.
+
+    >>> tokenizer = character_tokenizer("0123456789")
+    >>> tokenizer("407").input_ids, tokenizer.decode([6, 2, 9])
+    ([6, 2, 9], '407')
+    """
+    tokens = ["<pad>", "<eos>", *dict.fromkeys(characters)]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+@final
+class CausalPolicy(nn.Module):
+    """Any Hugging Face causal language model, by name, by path, or freshly initialised from a config.
+
+    Nothing is loaded before ``build``, which the Lightning module calls when the strategy is ready for it.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(
+        self,
+        name: str | None = None,
+        config: dict[str, Any] | None = None,
+        tokenizer: str | None = None,
+        characters: str | None = None,
+        pad_token: str | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        attention: str = "sdpa",
+        gradient_checkpointing: bool = False,
+        chunk_size: int = 1024,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """
+        Args:
+            name: Hub name or folder of the model.
+            config: Instead of ``name``: ``model_type`` and the sizes of a model to initialise at random.
+            tokenizer: Hub name or folder of the tokenizer. By default the model's.
+            characters: Instead of ``tokenizer``: the alphabet of a character-level tokenizer built on the spot.
+            pad_token: For a tokenizer that has none: which of its tokens pads.
+            dtype: Of the trained weights. Keep float32 and use ``trainer.precision: bf16-mixed`` for speed.
+            attention: Attention implementation of transformers.
+            gradient_checkpointing: Compute activations again in the backward pass, to save memory.
+            chunk_size: Tokens whose logits are held at a time.
+            trust_remote_code: Let the model's repository run its own code on this machine.
+        """
+        super().__init__()
+        if (name is None) == (config is None):
+            raise ValueError("a policy is given by its name or by a config to initialise it from: set one of the two")
+        if config is not None and "model_type" not in config:
+            raise ValueError(f"policy.config has no model_type (it has {sorted(config)}): set it to qwen2, llama, …")
+        if tokenizer is not None and characters is not None:
+            raise ValueError("policy.tokenizer and policy.characters exclude each other")
+        if config is not None and tokenizer is None and characters is None:
+            raise ValueError("a policy made from a config needs a tokenizer: set policy.tokenizer or policy.characters")
+        if chunk_size < 1:
+            raise ValueError(f"policy.chunk_size is {chunk_size}; it must be 1 or more")
+        self.name = name
+        self.settings = config
+        self.tokenizer_name = tokenizer
+        self.characters = characters
+        self.pad_token = pad_token
+        self.dtype = getattr(torch, dtype)
+        self.attention = attention
+        self.gradient_checkpointing = gradient_checkpointing
+        self.chunk_size = chunk_size
+        self.trust_remote_code = trust_remote_code
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with a pad token or an error that says how to choose one."""
+        if self.characters is not None:
+            return character_tokenizer(self.characters)
+        source = self.tokenizer_name or self.name
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
+        if self.pad_token is not None:
+            if self.pad_token not in tokenizer.get_vocab():
+                raise ValueError(f"policy.pad_token {self.pad_token!r} is not a token of {source}")
+            tokenizer.pad_token = self.pad_token
+        if tokenizer.pad_token_id is None:
+            raise ValueError(
+                f"the tokenizer of {source} has no pad token: set policy.pad_token to one of its tokens that never "
+                "occurs in a text, such as a reserved one"
+            )
+        return tokenizer
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The architecture, read without loading weights."""
+        if self.settings is None:
+            return AutoConfig.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
+        special = {"pad_token_id": self.tokenizer.pad_token_id, "eos_token_id": self.tokenizer.eos_token_id}
+        return AutoConfig.for_model(**{"vocab_size": len(self.tokenizer), "bos_token_id": None} | special | self.settings)
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens, prompt and completion together, the model was made for."""
+        return self.config.get_text_config().max_position_embeddings
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the weights are here."""
+        return "model" in self._modules
+
+    def build(self) -> None:
+        """Loads the weights, or initialises them. Does nothing the second time."""
+        if self.is_built:
+            return
+        options = {
+            "dtype": self.dtype,
+            "attn_implementation": self.attention,
+            "trust_remote_code": self.trust_remote_code,
+        }
+        if self.name is not None:
+            self.model = AutoModelForCausalLM.from_pretrained(self.name, **options)
+        else:
+            self.model = AutoModelForCausalLM.from_config(self.config, **options)
+        if len(self.tokenizer) > self.model.get_input_embeddings().num_embeddings:
+            raise ValueError(
+                f"the tokenizer has {len(self.tokenizer)} tokens, the model only "
+                f"{self.model.get_input_embeddings().num_embeddings}: they do not belong together"
+            )
+        if self.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._check_head()
+
+    def forward(self, tokens: Tensor, completion_mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """log π(token) and the entropy it was drawn at, [B, T] float32, 0 outside ``completion_mask``.
+
+        Rows are padded on the right, so causal attention alone keeps padding out.
+        """
+        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        sampled = completion_mask[:, 1:]  # the state at t - 1 predicts token t
+        logprobs, entropy = chunked_token_logprobs(
+            hidden[:, :-1][sampled], self._head, tokens[:, 1:][sampled], temperature, self.chunk_size
+        )
+        empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        return empty.masked_scatter(completion_mask, logprobs), empty.masked_scatter(completion_mask, entropy)
+
+    def weights(self) -> PolicyWeights:
+        """The weights by their Hugging Face names, a tied head under both of its names."""
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.model.state_dict().items():
+                yield name, tensor.detach()
+
+        return PolicyWeights(config=self.config, tensors=tensors)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states, with the scaling a few architectures put behind the linear layer."""
+        logits = self.model.get_output_embeddings()(hidden)
+        config = self.model.config.get_text_config()
+        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / scale
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """The chunked path must see the logits the model itself would give."""
+        tokens = torch.tensor([[0, 1, 2]], device=self.model.device)
+        was_training = self.model.training
+        self.model.eval()
+        expected = self.model(input_ids=tokens, use_cache=False).logits
+        got = self._head(self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+        self.model.train(was_training)
+        if expected.shape != got.shape or not torch.allclose(expected.float(), got.float(), rtol=1e-2, atol=1e-2):
+            raise ValueError(
+                f"{type(self.model).__name__} does something to its logits behind the linear head that lgrpo does not "
+                "know, so log-probabilities would be wrong"
+            )

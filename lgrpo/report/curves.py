@@ -1,0 +1,47 @@
+"""Reward and lag of a run, as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lgrpo.report.series import Series
+
+
+def draw_curves(series: Series, path: Path) -> None:
+    """Writes a PNG: reward and pass@1 above, lag of the behaviour policy below."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'lgrpo[tutorials]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, sharex=True, figsize=(8, 5), height_ratios=(3, 1), layout="constrained"
+    )
+    reward = series.get("rollout/reward", [])
+    if reward:
+        steps, values = zip(*reward, strict=True)
+        top.plot(steps, values, color="tab:blue", alpha=0.25, linewidth=1)
+        top.plot(steps, _smoothed(list(values)), color="tab:blue", label="reward of rollouts")
+    if points := series.get("val/pass@1"):
+        steps, values = zip(*points, strict=True)
+        top.plot(steps, values, "o-", color="tab:orange", label="pass@1, held-out problems")
+    top.set_ylabel("reward, pass@1")
+    top.grid(alpha=0.3)
+    if top.has_data():
+        top.legend(loc="lower right", frameon=False)
+    if lag := series.get("train/lag"):
+        steps, values = zip(*lag, strict=True)
+        bottom.fill_between(steps, values, step="mid", color="tab:gray", alpha=0.5, linewidth=0)
+    bottom.set_ylabel("lag (steps)")
+    bottom.set_xlabel("optimizer step")
+    bottom.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _smoothed(values: list[float], window: int = 15) -> list[float]:
+    """Mean of each value with those shortly before it."""
+    pieces = (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))
+    return [sum(piece) / len(piece) for piece in pieces]

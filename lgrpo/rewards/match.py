@@ -1,0 +1,63 @@
+"""Rewards that compare the answer with the one in the data."""
+
+from __future__ import annotations
+
+import re
+from typing import final
+
+from lgrpo.rewards.base import Reward
+from lgrpo.types import Completion, Prompt
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+
+
+@final
+class ExactMatch(Reward):
+    """1 where the completion, stripped of surrounding space, is the answer to the letter; else 0."""
+
+    def __init__(self, field: str = "answer") -> None:
+        """
+        Args:
+            field: Field of the dataset row that holds the answer.
+        """
+        self.field = field
+
+    def required_fields(self) -> set[str]:
+        return {self.field}
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        return float(completion.text.strip() == str(prompt.row[self.field]).strip())
+
+
+@final
+class NumericMatch(Reward):
+    """1 where the last number in the completion equals the answer; else 0."""
+
+    def __init__(self, field: str = "answer", tolerance: float = 1e-6) -> None:
+        """
+        Args:
+            field: Field of the dataset row that holds the answer.
+            tolerance: Largest difference that still counts as equal.
+        """
+        self.field = field
+        self.tolerance = tolerance
+
+    def required_fields(self) -> set[str]:
+        return {self.field}
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        gold = last_number(str(prompt.row[self.field]))
+        if gold is None:
+            raise ValueError(f"field {self.field!r} of the data holds no number: {prompt.row[self.field]!r}")
+        found = last_number(completion.text)
+        return float(found is not None and abs(found - gold) <= self.tolerance)
+
+
+def last_number(text: str) -> float | None:
+    """The last number written in a text, thousands separators allowed.
+
+    >>> last_number("12 apples cost $1,340.50."), last_number("none")
+    (1340.5, None)
+    """
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None

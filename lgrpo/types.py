@@ -1,0 +1,173 @@
+"""What travels between the rooms: a prompt, a completion, a rollout of them, and weights on their way to an engine.
+
+One convention holds throughout: index t of every [B, T] tensor speaks of token t. ``behaviour_logprobs[b, t]`` is the
+log-probability of ``tokens[b, t]`` given the tokens before it, not of the token after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """A question as the engine sees it, with the row of data a reward checks the answer against."""
+
+    token_ids: list[int]
+    text: str
+    """The rendered template: what the token ids spell."""
+    row: Mapping[str, Any]
+    """The dataset row the prompt was made from."""
+    position: int
+    """Place of this prompt in the whole run, from 0: with the seed and the sibling's index it keys the random stream."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    """One answer sampled from a behaviour policy."""
+
+    token_ids: list[int]
+    """The sampled tokens, the end-of-sequence token included."""
+    logprobs: list[float]
+    """log π_α of each token, under the distribution it was drawn from (temperature and truncation applied)."""
+    text: str
+    """The decoded answer, without special tokens and without the stop string that ended it."""
+    finish_reason: Literal["stop", "length"]
+    behaviour_step: int
+    """Optimizer step whose weights sampled it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepTotals:
+    """What an aggregation may divide by: counts over a whole optimizer step, all micro-batches and ranks together."""
+
+    all_tokens: float = 0.0
+    live_tokens: float = 0.0
+    all_sequences: float = 0.0
+    live_sequences: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutBatch:
+    """B completions sampled from a behaviour policy, the G siblings of a prompt side by side.
+
+    Rows are a prompt, its completion, then padding on the right. ``completion_mask`` (what was sampled) never changes;
+    ``loss_mask`` (what trains) starts equal to it and only shrinks.
+    """
+
+    tokens: Tensor
+    """[B, T] int64: prompt, completion, padding."""
+    attention_mask: Tensor
+    """[B, T] bool: prompt and completion, not padding."""
+    completion_mask: Tensor
+    """[B, T] bool: the sampled tokens."""
+    loss_mask: Tensor
+    """[B, T] bool: the tokens that train."""
+    behaviour_logprobs: Tensor
+    """[B, T] log π_α(token), float32; 0 outside the completion."""
+    rewards: Tensor
+    """[B] float32, as the reward gave them."""
+    advantages: Tensor
+    """[B, T] float32; 0 outside the completion."""
+    behaviour_step: Tensor
+    """[B] int64: optimizer step whose weights sampled each completion, so mixed and late rollouts fit."""
+    positions: Tensor
+    """[B] int64: place of each row's prompt in the run."""
+    truncated: Tensor
+    """[B] bool: the completion hit the length limit."""
+    rows: Tensor
+    """[B] int64: each row's place in this rank's rollout, kept through ``split``."""
+    group_size: int
+    temperature: float
+    """Temperature of the behaviour distribution; every log-probability in the loss is taken at it."""
+    rollout: int
+    """k, counted from 0 over the whole run."""
+    proximal_logprobs: Tensor | None = None
+    """[B, T] log π_k(token), where it is known beforehand; else the module keeps it from the first pass."""
+    totals: StepTotals = field(default_factory=StepTotals)
+    """Denominators of the optimizer step, set once the masks are final."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures of the whole rollout (``rollout/…``, ``time/…``), reduced over ranks, for the log."""
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] tokens per row, padding excluded."""
+        return self.attention_mask.sum(1)
+
+    def select(self, rows: Tensor) -> RolloutBatch:
+        """The given rows, trimmed to the longest of them."""
+        width = int(self.lengths[rows].max())
+        chosen = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                chosen[f.name] = value[rows, :width] if value.ndim == 2 else value[rows]
+        return replace(self, **chosen)
+
+    def split(self, num_micro_batches: int) -> list[RolloutBatch]:
+        """Cuts the rollout into exactly ``num_micro_batches`` pieces of about the same number of tokens.
+
+        Rows without a live token have no gradient and are left out, as long as every piece keeps a row. Since each
+        piece divides by ``totals``, how rows are dealt does not change the gradient.
+
+        Raises:
+            ValueError: there are fewer rows than pieces.
+        """
+        if num_micro_batches > len(self):
+            raise ValueError(
+                f"{len(self)} completions on this rank cannot be cut into {num_micro_batches} micro-batches: lower "
+                "trainer.accumulate_grad_batches or raise data.num_prompts"
+            )
+        live = self.loss_mask.any(1)
+        order = torch.argsort(torch.where(live, self.lengths, -1), descending=True, stable=True).tolist()
+        order = order[: max(int(live.sum()), num_micro_batches)]
+        lengths = self.lengths.tolist()
+        bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
+        loads = [0] * num_micro_batches
+        for row in order:  # longest first, into the lightest bin; an empty bin before any other
+            lightest = min(range(num_micro_batches), key=lambda b: (bool(bins[b]), loads[b]))
+            bins[lightest].append(row)
+            loads[lightest] += lengths[row]
+        return [self.select(torch.tensor(sorted(rows))) for rows in bins]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors only, so that a checkpoint loads with ``weights_only=True``."""
+        state = {f.name: getattr(self, f.name) for f in fields(self)}
+        state["totals"] = {f.name: getattr(self.totals, f.name) for f in fields(self.totals)}
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RolloutBatch:
+        """The inverse of ``state_dict``."""
+        return cls(**{**state, "totals": StepTotals(**state["totals"])})
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationBatch:
+    """Which samples of which problems were right: what validation reads."""
+
+    correct: Tensor
+    """[problems, samples] bool, of the current policy."""
+    reference_correct: Tensor | None = None
+    """[problems, samples] bool, of the reference, where it was sampled too."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyWeights:
+    """A policy's weights on their way to an engine, by their Hugging Face names, one tensor at a time."""
+
+    config: PretrainedConfig
+    """Architecture of the model: an engine builds its own copy from this."""
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.tensors()
