@@ -100,8 +100,8 @@ class LGRPOCLI(LightningCLI):
             raise SystemExit(f"lgrpo: the run folder {folder} is a file")
         if folder.is_dir() and any(folder.iterdir()) and not resuming:
             raise SystemExit(
-                f"lgrpo: the run folder {folder} exists already, and nothing of it is overwritten. Choose another --run, "
-                "or go on with it by --ckpt_path last"
+                f"lgrpo: the run folder {folder} exists already, and nothing of it is overwritten. Choose another "
+                "--run, or go on with it by --ckpt_path last"
             )
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -166,9 +166,10 @@ class ParseOnly(LGRPOCLI):
 
 
 def quiet_lightning() -> None:
-    """Leaves out Lightning's advertisement, and two warnings about things that are as they should be."""
+    """Leaves out Lightning's advertisement, and warnings about things that are as they should be."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(lambda record: "litlogger" not in record.getMessage())
+    warnings.filterwarnings("ignore", message=r"LightningCLI's args parameter")
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 

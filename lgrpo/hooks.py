@@ -1,14 +1,63 @@
-"""The moments of a rollout, as Lightning callbacks see them."""
+"""Where module, data and callbacks meet: the moments of a rollout, and what each may ask of the others.
+
+They never import each other. What one needs of another it takes from the Trainer, under one of the two protocols here.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol, cast
 
 import lightning as L
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from lgrpo.types import RolloutBatch
+from lgrpo.engines import RolloutEngine
+from lgrpo.types import PolicyWeights, RolloutBatch
 
 Stage = Literal["sync", "generate", "score", "update", "validate"]
+
+
+class PolicyOwner(Protocol):
+    """What the data module and callbacks ask of the Lightning module."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def needs_reference(self) -> bool: ...
+
+    @property
+    def wants_reference_score(self) -> bool: ...
+
+    def policy_logprobs(self, batch: RolloutBatch) -> Tensor: ...
+
+    def policy_weights(self) -> PolicyWeights: ...
+
+    def reference_weights(self) -> PolicyWeights: ...
+
+    def refresh_reference(self, decay: float = 0.0) -> None: ...
+
+
+class RolloutOwner(Protocol):
+    """What callbacks ask of the data module."""
+
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+
+    def rollouts_per_epoch(self) -> int: ...
+
+
+def policy_owner(trainer: L.Trainer) -> PolicyOwner:
+    """The Trainer's module, as what it is here."""
+    return cast(PolicyOwner, trainer.lightning_module)
+
+
+def rollout_owner(trainer: L.Trainer) -> RolloutOwner:
+    """The Trainer's data module, as what it is here."""
+    return cast(RolloutOwner, trainer.datamodule)  # type: ignore[attr-defined]
 
 
 class RolloutCallback(L.Callback):

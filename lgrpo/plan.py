@@ -23,10 +23,16 @@ def plan(config: Namespace) -> str:
     micro_batches = trainer.accumulate_grad_batches
     rows = [
         ("schedule", _schedule(period, reuse)),
-        ("rollout", f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each"),
+        (
+            "rollout",
+            f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each",
+        ),
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
         ("micro-batches", f"{micro_batches} in each step, about {completions / micro_batches:g} completions each"),
-        ("sync", "before the first rollout only" if period is None else f"every {period} rollouts, {period * reuse} steps"),
+        (
+            "sync",
+            "before the first rollout only" if period is None else f"every {period} rollouts, {period * reuse} steps",
+        ),
         ("lags that occur", _lags(period, reuse)),
         *_whole_run(config, period),
         ("zero-variance groups", "masked, KL term included" if config.zero_variance_mask else "kept"),

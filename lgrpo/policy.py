@@ -121,7 +121,9 @@ class CausalPolicy(nn.Module):
         if self.settings is None:
             return AutoConfig.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
         special = {"pad_token_id": self.tokenizer.pad_token_id, "eos_token_id": self.tokenizer.eos_token_id}
-        return AutoConfig.for_model(**{"vocab_size": len(self.tokenizer), "bos_token_id": None} | special | self.settings)
+        return AutoConfig.for_model(
+            **{"vocab_size": len(self.tokenizer), "bos_token_id": None} | special | self.settings
+        )
 
     @property
     def context_length(self) -> int:

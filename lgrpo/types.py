@@ -25,7 +25,7 @@ class Prompt:
     row: Mapping[str, Any]
     """The dataset row the prompt was made from."""
     position: int
-    """Place of this prompt in the whole run, from 0: with the seed and the sibling's index it keys the random stream."""
+    """Place in the whole run, from 0: with the seed and the index among siblings it keys the random stream."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class RolloutBatch:
     def select(self, rows: Tensor) -> RolloutBatch:
         """The given rows, trimmed to the longest of them."""
         width = int(self.lengths[rows].max())
-        chosen = {}
+        chosen: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):

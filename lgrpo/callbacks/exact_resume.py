@@ -23,9 +23,7 @@ class ExactResume(L.Callback):
         """
         self.seed = seed
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         step = checkpoint["global_step"]
         if step == 0:  # nothing was trained: begin afresh
             checkpoint["loops"].pop("fit_loop", None)

@@ -46,8 +46,9 @@ class GracefulInterrupt(L.Callback):
         path = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
         trainer.save_checkpoint(path)
         rank_zero_info(
-            f"Interrupted after optimizer step {trainer.global_step}; nothing is lost. The checkpoint is {path}: give the "
-            "same command with --ckpt_path last (in Python: trainer.fit(…, ckpt_path='last')) to go on."
+            f"Interrupted after optimizer step {trainer.global_step}; nothing is lost, the checkpoint is {path}. To go "
+            f"on, give the same command with --run {trainer.default_root_dir} --ckpt_path last (in Python: "
+            f"trainer.fit(…, ckpt_path='{path}'))."
         )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

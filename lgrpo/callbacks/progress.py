@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
 from lgrpo.hooks import RolloutCallback, Stage
+from lgrpo.types import RolloutBatch
 
 
 class RolloutProgress(RolloutCallback, ProgressBar):
@@ -48,7 +49,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        figures = self._figures(trainer, batch.metrics)
+        figures = self._figures(trainer, batch)
         if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
@@ -78,10 +79,9 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         return min(limits, default=per_epoch)
 
     @staticmethod
-    def _figures(trainer: L.Trainer, rollout: dict[str, float]) -> str:
-        logged = trainer.callback_metrics
-        parts = [f"reward {rollout['rollout/reward']:.3f}"]
-        for name, label, form in (("train/lag", "lag", ".0f"), ("val/pass@1", "pass@1", ".3f")):
-            if name in logged:
-                parts.append(f"{label} {float(logged[name]):{form}}")
+    def _figures(trainer: L.Trainer, batch: RolloutBatch) -> str:
+        lag = trainer.global_step - 1 - int(batch.behaviour_step.min())  # the step just made is counted already
+        parts = [f"reward {batch.metrics['rollout/reward']:.3f}", f"lag {lag}"]
+        if "val/pass@1" in trainer.callback_metrics:
+            parts.append(f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}")
         return "  ".join(parts)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import lightning as L
 from jsonargparse.typing import PositiveInt
 
-from lgrpo.hooks import RolloutCallback
+from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
 
 
 class ReferenceRefresh(RolloutCallback):
     """Moves the reference to the policy at the start of each stage, or every so many rollouts."""
 
-    def __init__(self, period: PositiveInt | None = None, decay: float = 0.0) -> None:  # type: ignore[valid-type]
+    def __init__(self, period: PositiveInt | None = None, decay: float = 0.0) -> None:
         """
         Args:
             period: In rollouts; by default once per stage, that is per Lightning epoch.
@@ -25,13 +25,13 @@ class ReferenceRefresh(RolloutCallback):
         self.decay = decay
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and not pl_module.loss.needs_reference:  # type: ignore[union-attr]
+        if stage == "fit" and not policy_owner(trainer).needs_reference:
             raise ValueError(
-                "ReferenceRefresh has no reference to refresh: kl_coef is 0, so none is kept. Set model.loss.kl_coef, or "
-                "leave the callback out (reference_refresh: null)"
+                "ReferenceRefresh has no reference to refresh: kl_coef is 0, so none is kept. Set model.loss.kl_coef, "
+                "or leave the callback out (reference_refresh: null)"
             )
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
-        period = self.period or trainer.datamodule.rollouts_per_epoch()  # type: ignore[attr-defined]
+        period = self.period or rollout_owner(trainer).rollouts_per_epoch()
         if rollout > 0 and rollout % period == 0:
-            pl_module.refresh_reference(self.decay)  # type: ignore[operator]
+            policy_owner(trainer).refresh_reference(self.decay)

@@ -10,7 +10,7 @@ import lightning as L
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lgrpo.hooks import RolloutCallback
+from lgrpo.hooks import RolloutCallback, Stage, rollout_owner
 from lgrpo.types import RolloutBatch
 
 COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag")
@@ -19,7 +19,7 @@ COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "li
 class RolloutLog(RolloutCallback):
     """Writes some groups of every n-th rollout to ``completions.jsonl`` in the run folder, and to the logger."""
 
-    def __init__(self, every: PositiveInt = 10, num_groups: PositiveInt = 1) -> None:  # type: ignore[valid-type]
+    def __init__(self, every: PositiveInt = 10, num_groups: PositiveInt = 1) -> None:
         """
         Args:
             every: Which rollouts: 0, every, 2 · every, …
@@ -27,10 +27,17 @@ class RolloutLog(RolloutCallback):
         """
         self.every = every
         self.num_groups = num_groups
+        self._batch: RolloutBatch | None = None
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        if batch.rollout % self.every or not trainer.is_global_zero:
+        if batch.rollout % self.every == 0 and trainer.is_global_zero:
+            self._batch = batch
+
+    def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
+        """Writes before the update, when every callback has had its say on the mask."""
+        if stage != "update" or self._batch is None:
             return
+        batch, self._batch = self._batch, None
         table = [self._row(trainer, batch, i) for i in range(min(self.num_groups * batch.group_size, len(batch)))]
         path = Path(trainer.default_root_dir) / "completions.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +47,7 @@ class RolloutLog(RolloutCallback):
             _log_table(logger, table, trainer.global_step)
 
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
-        tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+        tokenizer = rollout_owner(trainer).tokenizer
         sampled = batch.completion_mask[i]
         behaviour_step = int(batch.behaviour_step[i])
         values = (
@@ -64,4 +71,6 @@ def _log_table(logger: Logger, table: list[dict[str, Any]], step: int) -> None:
         lines += [" | ".join(str(row[c]).replace("|", "\\|").replace("\n", " ") for c in COLUMNS) for row in table]
         logger.experiment.add_text("rollout/completions", "\n".join(lines), step)
     elif isinstance(logger, WandbLogger):
-        logger.log_table("rollout/completions", columns=list(COLUMNS), data=[list(r.values()) for r in table], step=step)
+        logger.log_table(
+            "rollout/completions", columns=list(COLUMNS), data=[list(r.values()) for r in table], step=step
+        )

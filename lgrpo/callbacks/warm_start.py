@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import lightning as L
 import torch
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.utils.rnn import pad_sequence
 
+from lgrpo.hooks import policy_owner
+from lgrpo.policy import CausalPolicy
 from lgrpo.types import Prompt
 
 
@@ -20,9 +24,9 @@ class SupervisedWarmStart(L.Callback):
 
     def __init__(
         self,
-        num_steps: PositiveInt = 50,  # type: ignore[valid-type]
-        batch_size: PositiveInt = 128,  # type: ignore[valid-type]
-        learning_rate: PositiveFloat = 3e-3,  # type: ignore[valid-type]
+        num_steps: PositiveInt = 50,
+        batch_size: PositiveInt = 128,
+        learning_rate: PositiveFloat = 3e-3,
         seed: int | None = None,
     ) -> None:
         """
@@ -40,19 +44,19 @@ class SupervisedWarmStart(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.ckpt_path is not None:
             return
-        policy = pl_module.policy
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=self.learning_rate)  # type: ignore[union-attr, operator]
+        policy = cast(CausalPolicy, pl_module.policy)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=self.learning_rate)
         pl_module.train()
         for step in range(self.num_steps):
             tokens, mask = self._batch(trainer, step)
-            logprobs, _ = policy(tokens.to(pl_module.device), mask.to(pl_module.device), 1.0)  # type: ignore[operator]
+            logprobs, _ = policy(tokens.to(pl_module.device), mask.to(pl_module.device), temperature=1.0)
             loss = -logprobs.sum() / mask.sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         optimizer.zero_grad()
-        if pl_module.reference is not None:
-            pl_module.refresh_reference()  # type: ignore[operator]
+        if policy_owner(trainer).needs_reference:
+            policy_owner(trainer).refresh_reference()
         rank_zero_info(f"Warm start: {self.num_steps} supervised steps, last loss {loss.item():.3f} per token.")
 
     def _batch(self, trainer: L.Trainer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +71,9 @@ class SupervisedWarmStart(L.Callback):
         rows, masks = [], []
         for prompt in chosen:
             if "solution" not in prompt.row:
-                raise ValueError(f"a warm start needs the field 'solution'; the training rows have {sorted(prompt.row)}")
+                raise ValueError(
+                    f"a warm start needs the field 'solution'; the training rows have {sorted(prompt.row)}"
+                )
             solution = data.tokenizer(str(prompt.row["solution"]), add_special_tokens=False).input_ids
             solution = [*solution, data.tokenizer.eos_token_id]
             rows.append(torch.tensor(prompt.token_ids + solution))

@@ -23,7 +23,7 @@ from lgrpo.data.collate import collate_rollout
 from lgrpo.data.prompts import PromptSet, prompts_at
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
 from lgrpo.functional import has_reward_variance
-from lgrpo.hooks import Stage, call_rollout_end, call_rollout_start, call_stage
+from lgrpo.hooks import Stage, call_rollout_end, call_rollout_start, call_stage, policy_owner
 from lgrpo.rewards import checked_rewards
 from lgrpo.tasks import Task
 from lgrpo.types import Completion, EvaluationBatch, PolicyWeights, Prompt, RolloutBatch, StepTotals
@@ -52,17 +52,18 @@ class Evaluation:
 
 
 class RolloutDataModule(L.LightningDataModule):
-    """Rollouts of ``num_prompts`` prompts × ``group_size`` completions, each trained on for ``reuse`` optimizer steps."""
+    """Rollouts of ``num_prompts`` prompts × ``group_size`` completions, each trained on for ``reuse`` steps."""
 
     def __init__(
         self,
         task: Task,
         engine: RolloutEngine | None = None,
-        num_prompts: PositiveInt = 32,  # type: ignore[valid-type]
-        group_size: PositiveInt = 8,  # type: ignore[valid-type]
-        reuse: PositiveInt = 1,  # type: ignore[valid-type]
-        num_rollouts: PositiveInt | None = None,  # type: ignore[valid-type]
+        num_prompts: PositiveInt = 32,
+        group_size: PositiveInt = 8,
+        reuse: PositiveInt = 1,
+        num_rollouts: PositiveInt | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008
+        behaviour_logprobs: Literal["engine", "policy"] = "engine",
         advantage: Advantage = GroupWhitened(),  # noqa: B008
         evaluation: Evaluation = Evaluation(),  # noqa: B008
         overlong_prompts: Literal["error", "drop"] = "error",
@@ -78,6 +79,8 @@ class RolloutDataModule(L.LightningDataModule):
             reuse: i, optimizer steps on each rollout.
             num_rollouts: Rollouts in a stage, that is in a Lightning epoch; by default one pass over the prompts.
             sampling: How completions are drawn.
+            behaviour_logprobs: Taken from the engine as it samples, or computed again by the policy while it still
+                equals the behaviour policy, which it does at v = 1 only.
             advantage: From a group's rewards to advantages.
             evaluation: How validation samples.
             overlong_prompts: What becomes of a prompt that leaves no room for a completion.
@@ -102,6 +105,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.reuse = reuse
         self.num_rollouts = num_rollouts
         self.sampling = sampling
+        self.behaviour_logprobs: Literal["engine", "policy"] = behaviour_logprobs
         self.advantage = advantage
         self.evaluation = evaluation
         self.overlong_prompts: Literal["error", "drop"] = overlong_prompts
@@ -116,7 +120,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Loads and checks the prompts the stage needs."""
-        trainer, module = self._trainer, self._trainer.lightning_module
+        trainer, module = self._trainer, policy_owner(self._trainer)
         self.tokenizer = module.tokenizer
         evaluated = self.evaluation.sampling or self.sampling
         for sampling in (self.sampling, evaluated):
@@ -172,6 +176,8 @@ class RolloutDataModule(L.LightningDataModule):
             batch = self.sample(rollout)
             call_rollout_end(trainer, batch)
             self._total(batch)
+            if self.behaviour_logprobs == "policy":
+                self._recompute_logprobs(batch)
             self._hold(batch)  # last: a half-made rollout must never reach a checkpoint
             call_stage(trainer, "update")
         return self._pieces
@@ -254,6 +260,19 @@ class RolloutDataModule(L.LightningDataModule):
         self._rollout = batch
         self._pieces = batch.split(self._trainer.accumulate_grad_batches)
 
+    def _recompute_logprobs(self, batch: RolloutBatch) -> None:
+        """log π_α by the policy, in the very pieces that will be trained on: the ratio then starts at exactly 1."""
+        trainer = self._trainer
+        if self.engine.step != trainer.global_step:
+            raise ValueError(
+                f"data.behaviour_logprobs is 'policy', but rollout {batch.rollout} was sampled with the weights of "
+                f"step {self.engine.step} and the policy is at step {trainer.global_step} already. Use 'engine' with "
+                "weight_sync.period above 1"
+            )
+        for piece in batch.split(trainer.accumulate_grad_batches):
+            width = piece.tokens.shape[1]
+            batch.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
+
     def _total(self, batch: RolloutBatch) -> None:
         """Fills in the denominators of the optimizer step and the rollout's figures, over all ranks."""
         varied = has_reward_variance(batch.rewards, batch.group_size)
@@ -291,7 +310,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _evaluate(self) -> EvaluationBatch:
         """Samples of this rank's problems from the current policy, and from a reference not yet measured."""
-        trainer, module = self._trainer, self._trainer.lightning_module
+        trainer, module = self._trainer, policy_owner(self._trainer)
         assert self.validation_prompts is not None
         num_problems = min(self.evaluation.num_problems or len(self.validation_prompts), len(self.validation_prompts))
         if num_problems < trainer.world_size:

@@ -51,8 +51,8 @@ class NoWeightsError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the engine holds no weights, so there is no behaviour policy to sample from: give the Trainer a WeightSync "
-            "callback (lgrpo.callbacks.WeightSync(period=v)), which hands it the policy before the first rollout"
+            "the engine holds no weights, so there is no behaviour policy to sample from: give the Trainer a "
+            "WeightSync callback (lgrpo.WeightSync(period=v)), which hands it the policy before the first rollout"
         )
 
 

@@ -51,9 +51,7 @@ def clip_centre(
     return (proximal_logprobs - behaviour_logprobs).exp()
 
 
-def clip_band(
-    centre: Tensor, clip_low: float, clip_high: float, multiplicative: bool = False
-) -> tuple[Tensor, Tensor]:
+def clip_band(centre: Tensor, clip_low: float, clip_high: float, multiplicative: bool = False) -> tuple[Tensor, Tensor]:
     """Lower and upper edge: ``max(c - low, 0), c + high``, or ``c (1 - low), c (1 + high)``.
 
     >>> clip_band(torch.tensor([1.0, 0.1]), 0.2, 0.2)
@@ -76,9 +74,7 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: Tensor | float, hig
     return torch.minimum(ratio * advantage, clipped * advantage)
 
 
-def outside_band(
-    ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float
-) -> tuple[Tensor, Tensor]:
+def outside_band(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
     """Two bool tensors: tokens without gradient because they left the band downwards, and upwards.
 
     >>> outside_band(torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1.0, -1.0, -1.0]), 0.8, 1.2)

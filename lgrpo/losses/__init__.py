@@ -1,7 +1,7 @@
 """What the gradient is taken of: a PolicyLoss and the small parts it is assembled from."""
 
 from lgrpo.losses.aggregation import Aggregation, ConstantSum, SequenceMean, TokenMean
-from lgrpo.losses.base import LossOutput, PolicyLoss, PolicyLogprobs
+from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
 from lgrpo.losses.clipped import ClippedLoss
 
 __all__ = [

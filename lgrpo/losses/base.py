@@ -16,12 +16,12 @@ class PolicyLogprobs:
 
     policy: Tensor
     """log π_θ, with gradient."""
+    entropy: Tensor
+    """Entropy of π_θ at each token, without gradient."""
     proximal: Tensor | None = None
     """log π_k: the policy when this rollout's updates began."""
     reference: Tensor | None = None
     """log π_ref."""
-    entropy: Tensor | None = None
-    """Entropy of π_θ at each token, without gradient."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,8 +40,8 @@ class LossOutput:
 class PolicyLoss(ABC):
     """The scalar an optimizer step descends. Subclass it, or use one that is there.
 
-    The losses of the micro-batches of a step **add up** to the loss of the step: each divides by ``batch.totals``, never
-    by a count of its own.
+    The losses of the micro-batches of a step **add up** to the loss of the step: each divides by ``batch.totals``,
+    never by a count of its own.
     """
 
     @property

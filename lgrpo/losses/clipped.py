@@ -47,12 +47,12 @@ class ClippedLoss(PolicyLoss):
             kl: Estimator of the KL term.
             aggregation: From tokens to a scalar.
         """
-        if not (0 <= clip_low and 0 <= clip_high):
+        if not (clip_low >= 0 and clip_high >= 0):
             raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} are half-widths: 0 or more")
         if centre != "one" and ratio != "behaviour":
             raise ValueError(
-                f"clip centre {centre!r} is π_k/α, a centre for a ratio over the behaviour policy; with ratio {ratio!r} "
-                "use centre 'one'"
+                f"clip centre {centre!r} is π_k/α, a centre for a ratio over the behaviour policy; with ratio "
+                f"{ratio!r} use centre 'one'"
             )
         if kl_coef < 0:
             raise ValueError(f"kl_coef is {kl_coef}; a negative weight would push away from the reference")

@@ -16,9 +16,7 @@ def draw_curves(series: Series, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(
-        2, 1, sharex=True, figsize=(8, 5), height_ratios=(3, 1), layout="constrained"
-    )
+    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 5), height_ratios=(3, 1), layout="constrained")
     reward = series.get("rollout/reward", [])
     if reward:
         steps, values = zip(*reward, strict=True)

@@ -32,9 +32,7 @@ class Reward(BatchReward):
         return [self.score(p, c) for p, c in zip(prompts, completions, strict=True)]
 
 
-def checked_rewards(
-    reward: BatchReward, prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[float]:
+def checked_rewards(reward: BatchReward, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
     """The reward's numbers, one for each completion and all of them finite, or an error that names the culprit."""
     name = type(reward).__name__
     values = list(reward(prompts, completions))

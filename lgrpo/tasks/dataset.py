@@ -51,7 +51,9 @@ class DatasetTask(Task):
             source, name = self._sources[split]
             rows = source if isinstance(source, list) else _load(source, self._subset, name)
             if len(rows) == 0:
-                raise ValueError(f"the {split} set is empty: {source if isinstance(source, str) else 'a list of no rows'}")
+                raise ValueError(
+                    f"the {split} set is empty: {source if isinstance(source, str) else 'a list of no rows'}"
+                )
             self._loaded[split] = rows
         return self._loaded[split]
 

@@ -14,7 +14,9 @@ from lgrpo.tasks.template import Template
 def _held_out(rows: list[dict[str, Any]], num_held_out: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Rows in a seeded order, the first ones kept for validation."""
     if not 0 < num_held_out < len(rows):
-        raise ValueError(f"num_held_out is {num_held_out}; of {len(rows)} problems, some must train and some be held out")
+        raise ValueError(
+            f"num_held_out is {num_held_out}; of {len(rows)} problems, some must train and some be held out"
+        )
     random.Random(seed).shuffle(rows)
     return {"validation": rows[:num_held_out], "train": rows[num_held_out:]}
 

@@ -1,0 +1,41 @@
+# Every target does its own set-up: a virtual environment in .venv with the versions of tests/versions.txt.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup demo test lint wheel clean
+
+help:
+	@echo "make demo    watch a small model learn by off-policy GRPO (about two minutes on two cores)"
+	@echo "make test    lint, type check, doctests and tests"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make wheel   build the wheel and install it into an empty environment"
+	@echo "make clean   remove the environment and what tests and builds left; runs/ stays"
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml tests/versions.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lgrpo needs Python 3.11 or newer: make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt --editable '.[dev]'
+	@touch .venv/ready
+
+demo: setup
+	@$(BIN)/lgrpo fit --config configs/demo.yaml
+
+lint: setup
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy
+
+test: lint
+	@$(BIN)/pytest
+
+wheel: setup
+	@rm -rf dist
+	@$(BIN)/python -m build --wheel --outdir dist . > /dev/null
+	@$(BIN)/python tests/check_wheel.py dist
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,16 @@
+"""Quiet Lightning for every test; no test reaches for a network."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+@pytest.fixture(autouse=True)
+def quiet_lightning():
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)

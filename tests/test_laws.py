@@ -1,0 +1,252 @@
+"""The laws of the loop: what must hold whatever the settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lgrpo import ClippedLoss, ReferenceRefresh, RolloutBatch, RolloutCallback, ZeroVarianceMask
+from lgrpo.losses import PolicyLogprobs, SequenceMean, TokenMean
+from tests.helpers import a_batch, build, fit, largest_difference
+
+
+class TestLag:
+    def test_on_policy_every_lag_is_zero_and_every_ratio_one(self):
+        run = fit(v=1, i=1, rollouts=5)
+        assert run.recorder.lags == [0] * 5
+        for row in run.logged:
+            assert row["train/lag"] == row["train/lag_max"] == 0
+            assert abs(row["train/ratio_max"] - 1) <= 1e-5
+            assert abs(row["train/ratio_min"] - 1) <= 1e-5
+
+    def test_recomputed_logprobs_give_a_ratio_of_exactly_one(self):
+        run = fit(v=1, i=1, rollouts=4, data={"behaviour_logprobs": "policy"}, trainer={"accumulate_grad_batches": 2})
+        assert len(run.logged) == 4
+        for row in run.logged:
+            assert row["train/ratio_max"] == row["train/ratio_min"] == 1.0
+            assert row["train/kl_behaviour"] == 0.0
+
+    @pytest.mark.parametrize(("v", "i", "m"), [(4, 1, 1), (4, 2, 2), (1, 3, 1), (3, 2, 1)])
+    def test_lag_is_j_times_i_plus_p(self, v, i, m):
+        rollouts = 2 * v + 1
+        run = fit(v=v, i=i, rollouts=rollouts, trainer={"accumulate_grad_batches": m})
+        assert run.recorder.lags == [(k % v) * i + p for k in range(rollouts) for p in range(i)]
+        assert [row["train/lag"] for row in run.logged] == run.recorder.lags
+
+    def test_rollout_k_starts_after_k_times_i_steps(self):
+        run = fit(v=2, i=3, rollouts=2, epochs=2, trainer={"accumulate_grad_batches": 2})
+        assert run.recorder.started == [(k, 3 * k) for k in range(4)]
+
+    def test_lag_goes_on_over_stages(self):
+        run = fit(v=4, i=1, rollouts=3, epochs=3)
+        assert run.recorder.lags == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+    def test_offline_never_syncs_again(self):
+        assert fit(v=None, rollouts=5).recorder.lags == [0, 1, 2, 3, 4]
+
+
+def test_a_cycle_equals_one_large_rollout_cut_into_mini_batches():
+    v, prompts = 4, 4
+    cycle = fit(v=v, rollouts=v)
+    large = build(v=1, rollouts=1, data={"num_prompts": v * prompts})
+    large.trainer.limit_train_batches = 1
+    initial = build(v=1, rollouts=1)
+    large.trainer.fit(large.module, datamodule=large.data)
+    whole = large.recorder.rollouts[0]
+
+    module, group = initial.module, 4 * prompts
+    optimizer = torch.optim.SGD(module.policy.parameters(), lr=1e-2)
+    assert largest_difference(dict(module.policy.named_parameters()), fresh_weights()) == 0
+    for j, small in enumerate(cycle.recorder.rollouts):
+        part = whole.select(torch.arange(j * group, (j + 1) * group))
+        assert torch.equal(part.tokens, small.tokens)
+        assert torch.equal(part.completion_mask, small.completion_mask)
+        assert torch.allclose(part.behaviour_logprobs, small.behaviour_logprobs, atol=1e-6)
+        part.totals = small.totals
+        policy, entropy = module.policy(part.tokens, part.completion_mask, 1.0)
+        optimizer.zero_grad()
+        module.loss(part, PolicyLogprobs(policy=policy, entropy=entropy)).loss.backward()
+        optimizer.step()
+    assert largest_difference(cycle.weights, dict(module.policy.named_parameters())) <= 1e-6
+    assert largest_difference(cycle.weights, fresh_weights()) > 1e-4, "nothing was learnt, so nothing was compared"
+
+
+def fresh_weights():
+    return build().weights
+
+
+class TestSameGradient:
+    @pytest.mark.parametrize("aggregation", [TokenMean("all"), TokenMean("live"), SequenceMean("all")])
+    def test_micro_batches(self, aggregation):
+        def gradients(m):
+            loss = ClippedLoss(kl_coef=0.1, aggregation=aggregation)
+            callbacks = [ZeroVarianceMask(0.2)]
+            run = fit(v=3, i=2, rollouts=3, loss=loss, callbacks=callbacks, trainer={"accumulate_grad_batches": m})
+            return run.recorder.gradients
+
+        whole = gradients(1)
+        assert any(float(g.abs().max()) > 1e-3 for g in whole[-1].values())
+        for m in (2, 3, 7):
+            for a, b in zip(whole, gradients(m), strict=True):
+                assert largest_difference(a, b) <= 1e-5
+
+    def test_two_processes(self, tmp_path):
+        """DDP over two ranks samples the same completions and steps to the same weights as one process."""
+        results = {}
+        for devices in (1, 2):
+            out = tmp_path / f"{devices}.pt"
+            command = [sys.executable, "-m", "tests.two_processes", str(devices), str(out)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, done.stdout + done.stderr
+            results[devices] = torch.load(out)
+        one, two = results[1], results[2]
+        assert two["world_size"] == 2
+        assert largest_difference(one["weights"], two["weights"]) <= 1e-5
+        assert largest_difference(one["weights"], one["initial"]) > 1e-4
+        assert len(one["logged"]) == len(two["logged"]) == 6
+        for a, b in zip(one["logged"], two["logged"], strict=True):
+            for name in ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag"):
+                assert a[name] == pytest.approx(b[name], abs=1e-5), name
+        assert one["val/pass@1"] == pytest.approx(two["val/pass@1"], abs=1e-6)
+
+    def test_shuffled_siblings(self, monkeypatch):
+        """The rows of every group dealt in another order, before the rollout is cut."""
+        plain = fit(v=2, rollouts=3)
+        run = build(v=2, rollouts=3)
+        sample = run.data.sample
+
+        def shuffled(rollout: int) -> RolloutBatch:
+            batch = sample(rollout)
+            order = torch.cat([group[torch.randperm(4)] for group in torch.arange(len(batch)).split(4)])
+            return batch.select(order)
+
+        monkeypatch.setattr(run.data, "sample", shuffled)
+        run.trainer.fit(run.module, datamodule=run.data)
+        assert not torch.equal(plain.recorder.rollouts[0].tokens, run.recorder.rollouts[0].tokens)
+        for a, b in zip(plain.recorder.gradients, run.recorder.gradients, strict=True):
+            assert largest_difference(a, b) <= 1e-6
+
+    def test_order_of_callbacks(self):
+        class DropLastToken(RolloutCallback):
+            def on_rollout_end(self, trainer, pl_module, batch: RolloutBatch):
+                last = batch.lengths - 1
+                batch.loss_mask[torch.arange(len(batch)), last] = False
+
+        def weights(reverse):
+            callbacks = [ZeroVarianceMask(0.3), DropLastToken(), ReferenceRefresh(period=2)]
+            callbacks = callbacks[::-1] if reverse else callbacks
+            return fit(v=2, rollouts=5, loss=ClippedLoss(kl_coef=0.1), callbacks=callbacks).weights
+
+        assert largest_difference(weights(False), weights(True)) == 0
+
+
+@pytest.mark.parametrize("aggregation", [TokenMean("live"), SequenceMean("live")])
+def test_masking_a_group_equals_deleting_it(aggregation):
+    loss = ClippedLoss(kl_coef=0.3, aggregation=aggregation)
+    batch = a_batch(size=12, group_size=4)
+    torch.manual_seed(1)
+    logits = torch.randn(12, 10, requires_grad=True)
+    reference = torch.randn(12, 10)
+
+    def gradient(batch: RolloutBatch, rows: torch.Tensor) -> torch.Tensor:
+        batch.totals.live_tokens = float(batch.loss_mask.sum())
+        batch.totals.live_sequences = float(batch.loss_mask.any(1).sum())
+        width = batch.tokens.shape[1]
+        logprobs = PolicyLogprobs(
+            policy=logits[rows, :width], reference=reference[rows, :width], entropy=torch.zeros(len(rows), width)
+        )
+        return torch.autograd.grad(loss(batch, logprobs).loss, logits)[0]
+
+    keep = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])
+    deleted = gradient(batch.select(keep), keep)
+    unmasked = gradient(batch, torch.arange(12))
+    batch.loss_mask[4:8] = False
+    masked = gradient(batch, torch.arange(12))
+    assert torch.allclose(masked, deleted, atol=1e-7)
+    assert not torch.allclose(unmasked, deleted, atol=1e-3)
+
+
+def test_masked_group_feels_no_kl():
+    """Advantage 0 alone would leave the KL term pulling."""
+    batch = a_batch(size=4, group_size=4)
+    batch.advantages.zero_()
+    batch.totals.all_tokens = float(batch.completion_mask.sum())
+    policy = torch.randn(4, 10, requires_grad=True)
+    logprobs = PolicyLogprobs(policy=policy, reference=torch.randn(4, 10), entropy=torch.zeros(4, 10))
+    pulled = torch.autograd.grad(ClippedLoss(kl_coef=0.5)(batch, logprobs).loss, policy)[0]
+    batch.rewards.fill_(1.0)
+    ZeroVarianceMask().on_rollout_end(None, None, batch)
+    free = torch.autograd.grad(ClippedLoss(kl_coef=0.5)(batch, logprobs).loss, policy)[0]
+    assert float(pulled.abs().max()) > 0
+    assert float(free.abs().max()) == 0
+
+
+def one_side_gradient(ratio, advantage, low, high):
+    """Importance-weighted REINFORCE behind the one-side gate: -A ρ M ∇log π."""
+    keep = ((advantage >= 0) & (ratio <= 1 + high)) | ((advantage <= 0) & (ratio >= 1 - low))
+    return -advantage * ratio * keep
+
+
+def test_one_side_gate_with_importance_weight_has_the_gradient_of_the_clip():
+    torch.manual_seed(0)
+    size = 10_000
+    batch = a_batch(size=size, group_size=4)
+    mask = batch.completion_mask
+    batch.totals.all_tokens = 1.0
+    batch.advantages = torch.where(mask, torch.randn(size, 10), 0.0)
+    policy = (batch.behaviour_logprobs + 0.5 * torch.randn(size, 10)).requires_grad_()
+    output = ClippedLoss(0.2, 0.3)(batch, PolicyLogprobs(policy=policy, entropy=torch.zeros(size, 10)))
+    (gradient,) = torch.autograd.grad(output.loss, policy)
+    ratio = (policy - batch.behaviour_logprobs).exp().detach()
+    assert torch.allclose(gradient, one_side_gradient(ratio, batch.advantages, 0.2, 0.3) * mask, atol=1e-6)
+    assert 0.1 < float((output.clipped_low | output.clipped_high)[mask].float().mean()) < 0.9
+
+
+@pytest.mark.parametrize("centre", ["proximal", "proximal_multiplicative"])
+def test_proximal_centre_never_binds_at_one_pass(centre):
+    never = fit(v=6, i=1, rollouts=6, learning_rate=3.0, loss=ClippedLoss(0.0, 0.0, centre=centre))
+    binds = fit(v=6, i=1, rollouts=6, learning_rate=3.0, loss=ClippedLoss(0.0, 0.0, centre="one"))
+    assert all(row["train/clip_fraction_low"] + row["train/clip_fraction_high"] == 0 for row in never.logged)
+    assert any(row["train/clip_fraction_low"] + row["train/clip_fraction_high"] > 0 for row in binds.logged)
+
+
+def test_proximal_centre_binds_from_the_second_pass_on():
+    run = fit(v=2, i=3, rollouts=2, learning_rate=3.0, loss=ClippedLoss(0.0, 0.0, centre="proximal"))
+    fractions = [row["train/clip_fraction_low"] + row["train/clip_fraction_high"] for row in run.logged]
+    assert [f > 0 for f in fractions] == [False, True, True] * 2
+
+
+def test_nothing_depends_on_global_random_state():
+    class Disturb(RolloutCallback):
+        def on_rollout_start(self, trainer, pl_module, rollout):
+            torch.manual_seed(rollout * 991)
+            torch.rand(7)
+
+    assert largest_difference(fit(v=2, rollouts=4).weights, fit(v=2, rollouts=4, callbacks=[Disturb()]).weights) == 0
+
+
+def test_validation_leaves_the_cycle_as_it_was():
+    quiet = fit(v=3, i=2, rollouts=7, loss=ClippedLoss(kl_coef=0.1))
+    busy = fit(
+        v=3,
+        i=2,
+        rollouts=7,
+        loss=ClippedLoss(kl_coef=0.1),
+        trainer={"limit_val_batches": 1.0, "val_check_interval": 1, "num_sanity_val_steps": -1},
+    )
+    assert "val/pass@1" in busy.trainer.callback_metrics
+    assert largest_difference(quiet.weights, busy.weights) == 0
+    for a, b in zip(quiet.recorder.rollouts, busy.recorder.rollouts, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert torch.equal(a.behaviour_step, b.behaviour_step)
+
+
+def test_positions_of_prompts_run_on():
+    run = fit(v=2, i=2, rollouts=3, epochs=2)
+    positions = [p for batch in run.recorder.rollouts for p in batch.positions[::4].tolist()]
+    assert positions == list(range(24))
+    assert all(b.rollout == a.rollout + 1 for a, b in pairwise(run.recorder.rollouts))

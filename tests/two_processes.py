@@ -1,0 +1,41 @@
+"""A run on one or two CPU processes, its end written to a file: ``python -m tests.two_processes DEVICES OUT``."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from lgrpo import ClippedLoss, ZeroVarianceMask
+from tests.helpers import build
+
+
+def main() -> None:
+    devices, out = int(sys.argv[1]), sys.argv[2]
+    trainer = {"devices": devices, "accumulate_grad_batches": 2, "limit_val_batches": 1.0}
+    if devices > 1:
+        trainer["strategy"] = "ddp"
+    run = build(
+        v=2,
+        i=2,
+        rollouts=3,
+        loss=ClippedLoss(kl_coef=0.1),
+        callbacks=[ZeroVarianceMask(0.3)],
+        trainer=trainer,
+    )
+    run.data.evaluation.success_reward = 0.5
+    fresh = build()
+    run.trainer.fit(run.module, datamodule=run.data)
+    if run.trainer.is_global_zero:
+        state = {
+            "weights": {name: p.detach().clone() for name, p in run.weights.items()},
+            "initial": {name: p.detach().clone() for name, p in fresh.weights.items()},
+            "logged": run.logged,
+            "world_size": run.trainer.world_size,
+            "val/pass@1": float(run.trainer.callback_metrics["val/pass@1"]),
+        }
+        torch.save(state, out)
+
+
+if __name__ == "__main__":
+    main()
