@@ -75,7 +75,13 @@ class LGRPOCLI(LightningCLI):
             parser.add_subclass_arguments(callback, key, required=False)
         parser.set_defaults({"weight_sync": {"class_path": "lgrpo.WeightSync"}})
         parser.add_class_arguments(ModelCheckpoint, "checkpoint")
-        parser.set_defaults({"checkpoint.save_last": True, "checkpoint.filename": "{step}"})
+        parser.set_defaults(
+            {
+                "checkpoint.save_last": True,
+                "checkpoint.filename": "{step}",
+                "checkpoint.enable_version_counter": False,  # last.ckpt is always the newest
+            }
+        )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -121,8 +127,10 @@ class LGRPOCLI(LightningCLI):
                 callbacks.append(checkpoint)
             if settings["logger"] in (None, True):
                 kwargs["logger"] = self._loggers()
-        elif settings["logger"] is None:
-            kwargs["logger"] = False
+        else:
+            kwargs["enable_checkpointing"] = False
+            if settings["logger"] is None:
+                kwargs["logger"] = False
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
     def _loggers(self) -> list[Logger]:
@@ -152,6 +160,18 @@ class LGRPOCLI(LightningCLI):
         print(closing_line(series, time.perf_counter() - self._started))
 
 
+    def after_validate(self) -> None:
+        self._print_figures()
+
+    def after_test(self) -> None:
+        self._print_figures()
+
+    def _print_figures(self) -> None:
+        if self.trainer.is_global_zero:
+            for name, value in self.trainer.callback_metrics.items():
+                print(f"{name:<30}{float(value):.4f}")
+
+
 class ParseOnly(LGRPOCLI):
     """Reads a config as ``fit`` would, and stops there."""
 
@@ -170,6 +190,7 @@ def quiet_lightning() -> None:
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(lambda record: "litlogger" not in record.getMessage())
     warnings.filterwarnings("ignore", message=r"LightningCLI's args parameter")
+    warnings.filterwarnings("ignore", message=r"Be aware that when using `ckpt_path`")
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
@@ -178,6 +199,8 @@ def main(args: list[str] | None = None) -> None:
     """Entry point of the ``lgrpo`` command."""
     args = sys.argv[1:] if args is None else args
     quiet_lightning()
+    if os.getcwd() not in sys.path:  # so that class_path finds a module beside the config
+        sys.path.append(os.getcwd())
     if args and args[0] == "plan":
         print(plan(ParseOnly(args[1:]).config))
     else:

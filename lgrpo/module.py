@@ -243,10 +243,13 @@ class GRPOModule(L.LightningModule):
         ``self.log`` would do the same at a tenth of a step's cost in a small model: it treats each figure by itself.
         """
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
-        if self.global_step % self.trainer.log_every_n_steps == 0:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(figures, step=self.global_step - 1)
-                logger.save()
+        if self.global_step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._to_loggers(figures, self.global_step - 1)
+
+    def _to_loggers(self, figures: dict[str, float], step: int) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(figures, step=step)
+            logger.save()
 
     def _log_pass_at_k(self, prefix: str) -> None:
         scores = {k: float(value) for k, value in self.pass_at_k.compute().items()}
@@ -258,8 +261,6 @@ class GRPOModule(L.LightningModule):
         figures = {f"{prefix}/pass@{k}": score for k, score in scores.items()}
         if self._reference_score is not None:
             figures[f"{prefix}/pass@1_over_reference"] = scores[1] - self._reference_score
-        if self.trainer.sanity_checking:  # Lightning throws these away, but they are the starting point of the run
-            for logger in self.trainer.loggers:
-                logger.log_metrics(figures, step=0)
-        else:
-            self.log_dict(figures)
+        self._to_loggers(figures, self.global_step)  # those of the sanity check too: the starting point of the run
+        if not self.trainer.sanity_checking:
+            self.log_dict(figures, logger=False)

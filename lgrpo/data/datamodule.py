@@ -15,6 +15,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from jsonargparse.typing import PositiveInt
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lgrpo.advantages import Advantage, GroupWhitened
@@ -100,9 +101,9 @@ class RolloutDataModule(L.LightningDataModule):
             )
         self.task = task
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
-        self.num_prompts = num_prompts
-        self.group_size = group_size
-        self.reuse = reuse
+        self.num_prompts = int(num_prompts)  # plain, as a checkpoint loads without executing code
+        self.group_size = int(group_size)
+        self.reuse = int(reuse)
         self.num_rollouts = num_rollouts
         self.sampling = sampling
         self.behaviour_logprobs: Literal["engine", "policy"] = behaviour_logprobs
@@ -218,6 +219,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
+        if trainer.state.fn != TrainerFn.FITTING:  # validation needs the policy alone
+            return
         if len(state["ranks"]) != trainer.world_size:
             raise ValueError(
                 f"the checkpoint was written by {len(state['ranks'])} processes, this run has {trainer.world_size}: "

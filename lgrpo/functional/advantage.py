@@ -10,6 +10,7 @@ from torch import Tensor
 def grouped(rewards: Tensor, group_size: int) -> Tensor:
     """Rewards [B] as [P, G].
 
+    >>> import torch
     >>> grouped(torch.tensor([1.0, 0.0, 1.0, 1.0]), group_size=2)
     tensor([[1., 0.],
             [1., 1.]])
@@ -24,6 +25,7 @@ def grouped(rewards: Tensor, group_size: int) -> Tensor:
 def group_centred(rewards: Tensor, group_size: int) -> Tensor:
     """``r - mean(r)`` over each group.
 
+    >>> import torch
     >>> group_centred(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_size=4)
     tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
     """
@@ -34,6 +36,7 @@ def group_centred(rewards: Tensor, group_size: int) -> Tensor:
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     """``r_i`` less the mean of its siblings: ``G / (G - 1)`` times the centred reward (RLOO).
 
+    >>> import torch
     >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_size=4)
     tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
     """
@@ -52,6 +55,7 @@ def group_whitened(
     ``eps`` is added to the variance, inside the root (Mroueh et al.), or to the standard deviation, outside it (TRL,
     with ``unbiased=True``). A group without variance gets 0 either way.
 
+    >>> import torch
     >>> rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
     >>> group_whitened(rewards, group_size=4)
     tensor([ 1.7316, -0.5772, -0.5772, -0.5772])
@@ -74,6 +78,7 @@ def has_reward_variance(rewards: Tensor, group_size: int, tolerance: float = 1e-
 
     The test is on the spread of the raw rewards, not on a standard deviation, whose rounding depends on their size.
 
+    >>> import torch
     >>> has_reward_variance(torch.tensor([1.0, 1.0, 0.0, 1.0]), group_size=2)
     tensor([False, False,  True,  True])
     """

@@ -1,0 +1,226 @@
+"""Every formula against a plain-Python loop that a reader can check by eye."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lgrpo import functional as F
+
+rewards_of_groups = st.integers(2, 6).flatmap(
+    lambda g: st.tuples(
+        st.just(g),
+        st.integers(1, 4).flatmap(lambda p: st.lists(st.floats(-5, 5, width=32), min_size=p * g, max_size=p * g)),
+    )
+)
+
+
+def groups(rewards, size):
+    return [rewards[i : i + size] for i in range(0, len(rewards), size)]
+
+
+def close(tensor, expected, tolerance=1e-4):
+    assert torch.allclose(tensor, torch.tensor(expected, dtype=tensor.dtype), atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rewards_of_groups, st.sampled_from(["inside", "outside"]), st.booleans())
+def test_group_whitened(case, placement, unbiased):
+    size, rewards = case
+    expected = []
+    for group in groups(rewards, size):
+        mean = sum(group) / size
+        variance = sum((r - mean) ** 2 for r in group) / (size - unbiased)
+        scale = math.sqrt(variance + 0.01) if placement == "inside" else math.sqrt(variance) + 0.01
+        expected += [(r - mean) / scale for r in group]
+    close(F.group_whitened(torch.tensor(rewards), size, 0.01, placement, unbiased), expected, 1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards_of_groups)
+def test_group_centred_and_leave_one_out(case):
+    size, rewards = case
+    centred, left_out = [], []
+    for group in groups(rewards, size):
+        centred += [r - sum(group) / size for r in group]
+        left_out += [r - (sum(group) - r) / (size - 1) for r in group]
+    close(F.group_centred(torch.tensor(rewards), size), centred)
+    close(F.leave_one_out(torch.tensor(rewards), size), left_out)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards_of_groups, st.floats(0, 2))
+def test_has_reward_variance(case, tolerance):
+    size, rewards = case
+    numbers = torch.tensor(rewards).tolist()
+    expected = [
+        (torch.tensor(max(g)) - torch.tensor(min(g))).item() > tolerance for g in groups(numbers, size) for _ in g
+    ]
+    assert F.has_reward_variance(torch.tensor(rewards), size, tolerance).tolist() == expected
+
+
+def test_variance_is_of_raw_rewards_not_of_a_rounded_deviation():
+    """0.1 is not exact: a group of equal large rewards has a deviation above 0 by rounding alone."""
+    equal = torch.full((8,), 1e6 + 0.1)
+    assert not F.has_reward_variance(equal, 8).any()
+
+
+@pytest.mark.parametrize("group_size", [1, 0, 3])
+def test_groups_must_be_whole(group_size):
+    with pytest.raises(ValueError, match="group"):
+        F.group_centred(torch.ones(4), group_size)
+
+
+tokens = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens,
+    st.floats(0, 0.5),
+    st.floats(0, 0.5),
+    st.sampled_from(["one", "proximal", "proximal_multiplicative"]),
+)
+def test_clipped_surrogate(token, clip_low, clip_high, centre):
+    policy, behaviour, proximal, advantage = token
+    ratio = math.exp(policy - behaviour)
+    c = 1.0 if centre == "one" else math.exp(proximal - behaviour)
+    if centre == "proximal_multiplicative":
+        low, high = c * (1 - clip_low), c * (1 + clip_high)
+    else:
+        low, high = max(c - clip_low, 0.0), c + clip_high
+    expected = min(ratio * advantage, min(max(ratio, low), high) * advantage)
+
+    t = [torch.tensor([x], dtype=torch.float64) for x in (policy, behaviour, proximal, advantage)]
+    log_rho = F.log_ratio(t[0], t[1], t[2], "behaviour")
+    band = F.clip_band(
+        F.clip_centre(log_rho, t[1], t[2], centre), clip_low, clip_high, centre == "proximal_multiplicative"
+    )
+    close(F.clipped_surrogate(log_rho.exp(), t[3], *band), [expected], 1e-9)
+
+
+def test_log_ratio_denominators():
+    policy = torch.tensor([-1.0], requires_grad=True)
+    behaviour, proximal = torch.tensor([-3.0]), torch.tensor([-2.0])
+    assert F.log_ratio(policy, behaviour, proximal, "behaviour").item() == 2.0
+    assert F.log_ratio(policy, behaviour, proximal, "proximal").item() == 1.0
+    none = F.log_ratio(policy, behaviour, None, "none")
+    assert none.item() == 0.0
+    assert torch.autograd.grad(none.exp().sum(), policy)[0].item() == 1.0, "1, with the gradient of log π"
+    with pytest.raises(ValueError, match="proximal_logprobs"):
+        F.log_ratio(policy, behaviour, None, "proximal")
+    with pytest.raises(ValueError, match="not one of"):
+        F.log_ratio(policy, behaviour, None, "old")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(-5, 0), st.floats(-5, 0))
+def test_kl(policy, reference):
+    d = policy - reference
+    p, r = torch.tensor([policy], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64)
+    close(F.kl_divergence(p, r, "k1"), [d], 1e-9)
+    close(F.kl_divergence(p, r, "k2"), [d * d / 2], 1e-9)
+    close(F.kl_divergence(p, r, "k3"), [math.exp(-d) + d - 1], 1e-9)
+
+
+def test_aggregations():
+    torch.manual_seed(0)
+    values, mask = torch.randn(5, 7), torch.rand(5, 7) < 0.6
+    mask[2] = False
+    rows = [[values[b, t].item() for t in range(7) if mask[b, t]] for b in range(5)]
+    close(F.token_mean(values, mask, 20), sum(map(sum, rows)) / 20)
+    lengths = torch.tensor([len(r) for r in rows])
+    close(F.sequence_mean(values, mask, lengths, 5), sum(sum(r) / len(r) for r in rows if r) / 5)
+    close(F.constant_sum(values, mask, 3.5), sum(map(sum, rows)) / 3.5)
+    nothing = torch.zeros_like(mask)
+    assert F.token_mean(values, nothing, 0) == F.sequence_mean(values, nothing, lengths * 0, 0) == 0
+
+
+def test_masked_values_do_not_count_even_when_they_are_not_finite():
+    values, mask = torch.tensor([[1.0, float("nan"), float("inf")]]), torch.tensor([[True, False, False]])
+    assert F.token_mean(values, mask, 1).item() == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_token_logprobs_and_entropy(temperature):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(4, 6), torch.tensor([0, 5, 3, 2])
+    logprobs, entropies = [], []
+    for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
+        weights = [math.exp(x / temperature) for x in row]
+        p = [w / sum(weights) for w in weights]
+        logprobs.append(math.log(p[target]))
+        entropies.append(-sum(q * math.log(q) for q in p))
+    got, entropy = F.token_logprobs(logits, targets, temperature)
+    close(got, logprobs)
+    close(entropy, entropies)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+def test_chunks_change_neither_value_nor_gradient(chunk_size):
+    torch.manual_seed(0)
+    hidden, head = torch.randn(20, 8, requires_grad=True), torch.nn.Linear(8, 11)
+    targets = torch.randint(0, 11, (20,))
+
+    def gradients(logprobs):
+        return torch.autograd.grad((logprobs * torch.arange(20)).sum(), [hidden, *head.parameters()])
+
+    whole, entropy = F.token_logprobs(head(hidden), targets, 0.7)
+    chunked, chunked_entropy = F.chunked_token_logprobs(hidden, head, targets, 0.7, chunk_size)
+    assert torch.allclose(whole, chunked, atol=1e-6)
+    assert torch.allclose(entropy, chunked_entropy, atol=1e-6)
+    for a, b in zip(gradients(whole), gradients(chunked), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_never_more_logits_than_a_chunk():
+    """Both paths: the head is called with at most chunk_size states, and no [tokens, vocabulary] tensor is saved."""
+    head, seen = torch.nn.Linear(8, 1000), []
+    hidden, targets = torch.randn(64, 8, requires_grad=True), torch.randint(0, 1000, (64,))
+
+    def counted(h):
+        seen.append(len(h))
+        return head(h)
+
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        logprobs, _ = F.chunked_token_logprobs(hidden, counted, targets, chunk_size=16)
+    assert seen == [16] * 4
+    assert max(saved, default=0) < 1000, "a tensor of the size of a chunk's logits was kept for the backward pass"
+    logprobs.sum().backward()
+    assert seen == [16] * 8, "computed again, chunk by chunk, in the backward pass"
+
+
+def test_pass_at_k_by_counting():
+    from itertools import combinations
+
+    for n in range(1, 6):
+        for c in range(n + 1):
+            samples = [1] * c + [0] * (n - c)
+            for k in range(1, n + 1):
+                draws = list(combinations(samples, k))
+                expected = sum(any(d) for d in draws) / len(draws)
+                got = F.pass_at_k(torch.tensor([n]), torch.tensor([c]), k)
+                assert got.item() == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(ValueError, match="pass@3"):
+        F.pass_at_k(torch.tensor([2]), torch.tensor([1]), 3)
+
+
+def test_streams_are_uniform_and_independent_of_the_batch():
+    positions = torch.arange(200)[:, None, None]
+    siblings, steps = torch.arange(8)[None, :, None], torch.arange(20)[None, None, :]
+    u = F.stream_uniform(3, positions, siblings, steps)
+    assert u.shape == (200, 8, 20)
+    assert float(u.min()) >= 0
+    assert float(u.max()) < 1
+    assert u.unique().numel() == u.numel()
+    assert abs(float(u.mean()) - 0.5) < 0.005
+    assert abs(float(u.var()) - 1 / 12) < 0.002
+    neighbours = torch.corrcoef(torch.stack([u[:, :-1].flatten(), u[:, 1:].flatten()]))[0, 1]
+    assert abs(float(neighbours)) < 0.02
+    assert float(F.stream_uniform(3, torch.tensor(17), 5, 11)) == float(u[17, 5, 11])
+    assert not torch.equal(u, F.stream_uniform(4, positions, siblings, steps))

@@ -1,0 +1,117 @@
+"""Bad input: each gets an error that says what is wrong and what to do, before or instead of a wrong run."""
+
+from __future__ import annotations
+
+import pytest
+
+from lgrpo import ClippedLoss, Evaluation, ReferenceRefresh, RolloutCallback, Sampling, WeightSync, ZeroVarianceMask
+from lgrpo.advantages import GroupWhitened
+from lgrpo.engines import NoWeightsError
+from lgrpo.losses import ConstantSum
+from lgrpo.rewards import BatchReward, Reward
+from lgrpo.tasks import SortDigits
+from tests.helpers import fit
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": {"group_size": 1}}, r"data\.group_size is 1; it must be 2 or more: a group of one"),
+        ({"data": {"num_prompts": 0}}, r"data\.num_prompts is 0"),
+        ({"i": 0}, r"data\.reuse is 0; it must be 1 or more"),
+        ({"v": -1}, r"weight_sync\.period is -1"),
+        ({"callbacks": [WeightSync(2)]}, r"2 WeightSync callbacks \(periods \[1, 2\]\)"),
+        ({"callbacks": [ReferenceRefresh()]}, "kl_coef is 0, so none is kept"),
+        ({"trainer": {"accumulate_grad_batches": 17}}, r"16 completions .* = 17 micro-batches"),
+        ({"data": {"sampling": Sampling(max_tokens=40)}}, "max_tokens is 40, but prompt and completion together"),
+        ({"data": {"sampling": Sampling(max_tokens=30)}}, r"prompt 0 of the train set has 3 tokens, but only 2 fit"),
+        ({"data": {"sampling": Sampling(top_p=0.9)}}, r"not a ratio of the policies.*data\.evaluation\.sampling"),
+        ({"v": 3, "data": {"behaviour_logprobs": "policy"}}, r"rollout 1 was sampled with the weights of step 0"),
+    ],
+)
+def test_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        fit(**settings)
+
+
+def test_a_missing_weight_sync_does_not_train_quietly():
+    with pytest.raises(NoWeightsError, match=r"WeightSync callback \(lgrpo\.WeightSync\(period=v\)\)"):
+        fit(v=0)
+
+
+def returns(value):
+    class Odd(Reward):
+        def score(self, prompt, completion):
+            return value
+
+    return Odd()
+
+
+class TooFew(BatchReward):
+    def __call__(self, prompts, completions):
+        return [1.0] * (len(completions) - 1)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (returns(float("nan")), "Odd returned nan, not a finite number, for completion"),
+        (returns(float("-inf")), "Odd returned -inf"),
+        (returns(None), "Odd returned None"),
+        (returns("good"), "Odd returned 'good'"),
+        (TooFew(), "TooFew returned 15 rewards for 16 completions"),
+    ],
+)
+def test_rewards_that_are_not_rewards(reward, message):
+    with pytest.raises(ValueError, match=message):
+        fit(data={"task": SortDigits(num_digits=2, num_held_out=20, reward=reward)})
+
+
+def test_a_callback_that_turns_the_mask_on():
+    class Greedy(RolloutCallback):
+        def on_rollout_end(self, trainer, pl_module, batch):
+            batch.loss_mask.fill_(True)
+
+    with pytest.raises(RuntimeError, match=r"Greedy\.on_rollout_end turned entries of loss_mask on"):
+        fit(callbacks=[Greedy()])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ClippedLoss(clip_low=-0.1), "half-widths"),
+        (lambda: ClippedLoss(kl_coef=-1), "kl_coef is -1"),
+        (lambda: ClippedLoss(centre="proximal", ratio="proximal"), "use centre 'one'"),
+        (lambda: ConstantSum(0), "constant is 0"),
+        (lambda: GroupWhitened(eps=-1), "eps is -1"),
+        (lambda: WeightSync(0), "period is 0"),
+        (lambda: ReferenceRefresh(0), "period is 0"),
+        (lambda: ReferenceRefresh(decay=1.0), "decay is 1.0"),
+        (lambda: ZeroVarianceMask(-1), "tolerance is -1"),
+        (lambda: Evaluation(num_samples=0), "num_samples is 0"),
+        (lambda: Evaluation(num_problems=0), "num_problems is 0"),
+    ],
+)
+def test_parts(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_epoch_of_half_steps():
+    from lgrpo.callbacks import ExactResume
+
+    with pytest.raises(ValueError, match="not a whole number of optimizer steps"):
+        fit(callbacks=[ExactResume()], trainer={"accumulate_grad_batches": 2, "limit_train_batches": 5})
+
+
+def test_a_rollout_without_variance_is_a_skipped_step_not_a_nan():
+    run = fit(
+        callbacks=[ZeroVarianceMask()],
+        loss=ClippedLoss(kl_coef=0.1),
+        data={"task": SortDigits(num_digits=2, num_held_out=20, reward=returns(1.0))},
+        trainer={"accumulate_grad_batches": 2},
+    )
+    before = fit(rollouts=1, trainer={"limit_train_batches": 0}).weights
+    assert [row["train/step_skipped"] for row in run.logged] == [1.0] * 4
+    assert all(row["train/loss"] == 0 for row in run.logged)
+    assert all(bool((p == before[name]).all()) for name, p in run.weights.items())

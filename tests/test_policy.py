@@ -1,0 +1,157 @@
+"""The policy: log-probabilities, sources of models, precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from lgrpo import CausalPolicy
+from lgrpo.policy import character_tokenizer
+from tests.helpers import CHARACTERS, MODEL, a_batch, fit, tiny_policy
+
+
+def plain_logprobs(policy, batch, temperature):
+    """All logits at once, one row at a time, no padding."""
+    out = torch.zeros(batch.tokens.shape)
+    for b in range(len(batch)):
+        length = int(batch.lengths[b])
+        logits = policy.model(input_ids=batch.tokens[b : b + 1, :length]).logits[0] / temperature
+        rows = torch.log_softmax(logits, -1)
+        for t in range(1, length):
+            if batch.completion_mask[b, t]:
+                out[b, t] = rows[t - 1, batch.tokens[b, t]]
+    return out
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+@pytest.mark.parametrize("chunk_size", [5, 1024])
+def test_logprobs_are_those_of_each_token_given_the_ones_before(chunk_size, temperature):
+    torch.manual_seed(0)
+    policy, batch = tiny_policy(chunk_size=chunk_size), a_batch()
+    policy.build()
+    got, entropy = policy(batch.tokens, batch.completion_mask, temperature)
+    assert torch.allclose(got, plain_logprobs(policy, batch, temperature), atol=1e-5)
+    assert got.dtype == entropy.dtype == torch.float32
+    assert bool((got[~batch.completion_mask] == 0).all())
+    assert bool((entropy[batch.completion_mask] > 0).all())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", **{k: v for k, v in MODEL.items() if k != "model_type"}},
+        {"model_type": "gemma2", "head_dim": 32, "final_logit_softcapping": 2.0, **MODEL} | {"model_type": "gemma2"},
+        {"model_type": "cohere", "logit_scale": 0.3, **MODEL} | {"model_type": "cohere"},
+        {"model_type": "granite", "logits_scaling": 3.0, **MODEL} | {"model_type": "granite"},
+    ],
+    ids=lambda c: c["model_type"],
+)
+def test_architectures_that_treat_their_logits(config):
+    torch.manual_seed(0)
+    policy, batch = tiny_policy(config=config), a_batch()
+    policy.build()
+    got, _ = policy(batch.tokens, batch.completion_mask, 1.0)
+    assert torch.allclose(got, plain_logprobs(policy, batch, 1.0), atol=1e-5)
+
+
+def test_unknown_treatment_of_logits_is_refused(monkeypatch):
+    from transformers.models.qwen2 import Qwen2ForCausalLM
+
+    forward = Qwen2ForCausalLM.forward
+
+    def squared(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 7 + 3
+        return output
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", squared)
+    with pytest.raises(ValueError, match="does something to its logits"):
+        tiny_policy().build()
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    gradients = []
+    for switch in (False, True):
+        torch.manual_seed(0)
+        policy, batch = tiny_policy(gradient_checkpointing=switch), a_batch()
+        policy.build()
+        policy.train()
+        policy(batch.tokens, batch.completion_mask, 1.0)[0].sum().backward()
+        gradients.append([p.grad for p in policy.parameters()])
+        assert policy.model.is_gradient_checkpointing is switch
+    for a, b in zip(*gradients, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(3)
+    tokenizer = character_tokenizer(CHARACTERS)
+    config = LlamaConfig(vocab_size=len(tokenizer), **{k: v for k, v in MODEL.items() if k != "model_type"})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_of_hugging_face(folder):
+    policy = CausalPolicy(name=str(folder))
+    policy.build()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for (name, a), (_, b) in zip(policy.weights(), loaded.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    assert policy.tokenizer.decode(policy.tokenizer("042>").input_ids) == "042>"
+    assert policy.context_length == 32
+
+
+def test_a_model_without_a_pad_token(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"no pad token: set policy\.pad_token"):
+        CausalPolicy(name=str(folder)).tokenizer
+    assert CausalPolicy(name=str(folder), pad_token=">").tokenizer.pad_token_id == 12
+    with pytest.raises(ValueError, match="'<nothing>' is not a token"):
+        CausalPolicy(name=str(folder), pad_token="<nothing>").tokenizer
+
+
+def test_tokenizer_larger_than_the_model(folder):
+    with pytest.raises(ValueError, match="do not belong together"):
+        CausalPolicy(name=str(folder), characters=CHARACTERS + "abcdefgh").build()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "by its name or by a config"),
+        ({"name": "a", "config": MODEL}, "by its name or by a config"),
+        ({"config": {"hidden_size": 8}, "characters": "01"}, "no model_type"),
+        ({"config": MODEL}, "needs a tokenizer"),
+        ({"config": MODEL, "characters": "01", "tokenizer": "x"}, "exclude each other"),
+        ({"config": MODEL, "characters": "01", "chunk_size": 0}, "chunk_size is 0"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        CausalPolicy(**settings)
+
+
+def test_weights_list_a_tied_head_under_both_names():
+    policy = tiny_policy()
+    policy.build()
+    weights = dict(policy.weights())
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+def test_mixed_precision_trains_and_keeps_float32_logprobs():
+    run = fit(v=2, i=1, rollouts=4, trainer={"precision": "bf16-mixed"})
+    assert run.recorder.rollouts[0].behaviour_logprobs.dtype == torch.float32
+    assert all(p.dtype == torch.float32 for p in run.weights.values())
+    assert run.logged[0]["train/lag"] == 0
+    assert abs(run.logged[0]["train/ratio_mean"] - 1) < 0.02, "bf16 rounds the policy's side"
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_true_half_precision_is_refused(precision):
+    with pytest.raises(ValueError, match=r"rounds every float of a batch.*bf16-mixed"):
+        fit(trainer={"precision": precision})
