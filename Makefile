@@ -34,7 +34,7 @@ test: lint
 
 wheel: setup
 	@rm -rf dist
-	@$(BIN)/python -m build --wheel --outdir dist . > /dev/null
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist . > /dev/null
 	@$(BIN)/python tests/check_wheel.py dist
 
 clean:

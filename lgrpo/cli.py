@@ -159,7 +159,6 @@ class LGRPOCLI(LightningCLI):
         print(f"The run is in {self.run_folder}/: metrics, completions.jsonl, checkpoints, curves.png")
         print(closing_line(series, time.perf_counter() - self._started))
 
-
     def after_validate(self) -> None:
         self._print_figures()
 
@@ -191,6 +190,7 @@ def quiet_lightning() -> None:
         logging.getLogger(name).addFilter(lambda record: "litlogger" not in record.getMessage())
     warnings.filterwarnings("ignore", message=r"LightningCLI's args parameter")
     warnings.filterwarnings("ignore", message=r"Be aware that when using `ckpt_path`")
+    warnings.filterwarnings("ignore", message=r"You called `self\.log.*no logger configured")
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -261,6 +262,8 @@ class GRPOModule(L.LightningModule):
         figures = {f"{prefix}/pass@{k}": score for k, score in scores.items()}
         if self._reference_score is not None:
             figures[f"{prefix}/pass@1_over_reference"] = scores[1] - self._reference_score
-        self._to_loggers(figures, self.global_step)  # those of the sanity check too: the starting point of the run
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if fitting:  # with the sanity check, whose figures Lightning would drop: they are the starting point of the run
+            self._to_loggers(figures, self.global_step)
         if not self.trainer.sanity_checking:
-            self.log_dict(figures, logger=False)
+            self.log_dict(figures, logger=not fitting)

@@ -10,8 +10,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lgrpo.policy import CausalPolicy
 
-_GIB = 2**30
-
 
 def plan(config: Namespace) -> str:
     """A table of what one optimizer step, one cycle and the whole run will do under a parsed config."""
@@ -112,16 +110,20 @@ def _memory(config: Namespace, completions: int, longest: int, micro_batches: in
     activations = tokens * text.num_hidden_layers * per_layer * activation_bytes
     logits = 3 * min(settings["chunk_size"], tokens) * text.vocab_size * 4
     held = sum(copies.values()) * num_parameters
-    parts = ", ".join(f"{name} {each * num_parameters / _GIB:.2g}" for name, each in copies.items() if each)
+    parts = ", ".join(f"{name} {_size(each * num_parameters)}" for name, each in copies.items() if each)
     return [
         ("policy", f"{num_parameters:,} parameters, {text.model_type}, {settings['dtype']}"),
-        ("memory, held", f"{held / _GIB:.2g} GiB: {parts}"),
+        ("memory, held", f"{_size(held)}: {parts}"),
         (
             "memory, in a step",
-            f"about {(activations + logits) / _GIB:.2g} GiB at worst: activations {activations / _GIB:.2g}, "
-            f"logits {logits / _GIB:.2g} (prompts not counted)",
+            f"about {_size(activations + logits)} at worst: activations {_size(activations)}, logits {_size(logits)} "
+            "(prompts not counted)",
         ),
     ]
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _num_parameters(architecture: PretrainedConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -37,8 +38,15 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = time.perf_counter()
         if self._enabled and trainer.is_global_zero and sys.stderr.isatty():
-            total = self._num_steps(trainer)
-            self._bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
+            sized = os.get_terminal_size(sys.stderr.fileno()).columns > 0  # some terminals do not know their size
+            self._bar = tqdm(
+                total=self._num_steps(trainer),
+                initial=trainer.global_step,
+                unit="step",
+                dynamic_ncols=sized,
+                ncols=None if sized else 100,
+                nrows=None if sized else 24,
+            )
 
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
         if self._bar is not None:

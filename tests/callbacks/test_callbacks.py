@@ -1,0 +1,200 @@
+"""Each callback by what it does to a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, RolloutLog, SupervisedWarmStart, ZeroVarianceMask
+from lgrpo.tasks import SortDigits
+from tests.helpers import LowDigits, build, fit, largest_difference
+
+
+class Snapshots(RolloutCallback):
+    """Policy and reference after every rollout's hooks have run."""
+
+    def __init__(self):
+        self.policy, self.reference = [], []
+
+    def on_rollout_end(self, trainer, pl_module, batch):
+        self.policy.append({n: p.detach().clone() for n, p in pl_module.policy.named_parameters()})
+        self.reference.append({n: p.detach().clone() for n, p in pl_module.reference.named_parameters()})
+
+
+def snapshots(refresh, rollouts=3, epochs=2):
+    seen = Snapshots()
+    callbacks = [refresh, seen] if refresh else [seen]
+    fit(rollouts=rollouts, epochs=epochs, loss=ClippedLoss(kl_coef=0.1), callbacks=callbacks)
+    return seen
+
+
+class TestReferenceRefresh:
+    def test_without_it_the_reference_never_moves(self):
+        seen = snapshots(None)
+        assert all(largest_difference(seen.reference[0], later) == 0 for later in seen.reference)
+        assert largest_difference(seen.policy[0], seen.policy[-1]) > 1e-4
+
+    def test_once_per_stage(self):
+        seen = snapshots(ReferenceRefresh())
+        for k in range(6):
+            expected = seen.policy[0] if k < 3 else seen.policy[3]
+            assert largest_difference(seen.reference[k], expected) == 0
+
+    def test_every_two_rollouts(self):
+        seen = snapshots(ReferenceRefresh(period=2))
+        for k in range(6):
+            assert largest_difference(seen.reference[k], seen.policy[k // 2 * 2]) == 0
+
+    def test_moving_average(self):
+        seen = snapshots(ReferenceRefresh(period=1, decay=0.75))
+        for k in range(1, 6):
+            for name, tensor in seen.reference[k].items():
+                expected = 0.75 * seen.reference[k - 1][name] + 0.25 * seen.policy[k][name]
+                assert torch.allclose(tensor, expected, atol=1e-6)
+
+    def test_the_reference_is_not_trained(self):
+        run = fit(loss=ClippedLoss(kl_coef=0.1))
+        assert all(not p.requires_grad for p in run.module.reference.parameters())
+        optimized = {id(p) for group in run.trainer.optimizers[0].param_groups for p in group["params"]}
+        assert optimized == {id(p) for p in run.module.policy.parameters()}
+
+    def test_no_reference_without_kl(self):
+        assert fit().module.reference is None
+
+
+class TestZeroVarianceMask:
+    def test_only_groups_that_vary_stay(self):
+        class TwoDigitAnswers(LowDigits):
+            def score(self, prompt, completion):
+                return 1.0 if int(prompt.row["question"]) % 2 else super().score(prompt, completion)
+
+        task = SortDigits(num_digits=2, num_held_out=20, reward=TwoDigitAnswers())
+        run = fit(callbacks=[ZeroVarianceMask()], data={"task": task})
+        dead = 0
+        for batch in run.recorder.rollouts:
+            for rewards, mask, sampled in zip(
+                batch.rewards.split(4), batch.loss_mask.split(4), batch.completion_mask.split(4), strict=True
+            ):
+                varied = bool(rewards.max() > rewards.min())
+                assert torch.equal(mask, sampled & varied)
+                dead += not varied
+        assert 0 < dead < 16
+        assert run.logged[0]["train/live_tokens"] == float(run.recorder.rollouts[0].loss_mask.sum())
+
+    def test_tolerance(self):
+        strict = fit(rollouts=1, callbacks=[ZeroVarianceMask(10.0)])
+        assert not strict.recorder.rollouts[0].loss_mask.any()
+
+
+class TestValidation:
+    def test_amplification_is_the_gain_over_the_reference(self):
+        class Scores(RolloutCallback):
+            def __init__(self):
+                self.rows = []
+
+            def on_validation_end(self, trainer, pl_module):
+                if not trainer.sanity_checking:
+                    m = trainer.callback_metrics
+                    self.rows.append((float(m["val/pass@1"]), float(m["val/pass@1_over_reference"])))
+
+        scores = Scores()
+        run = build(
+            rollouts=4,
+            epochs=3,
+            learning_rate=2.0,
+            loss=ClippedLoss(kl_coef=0.001),
+            callbacks=[scores, ReferenceRefresh()],
+            trainer={"limit_val_batches": 1.0, "num_sanity_val_steps": -1},
+        )
+        run.data.evaluation.success_reward = 0.3
+        run.trainer.fit(run.module, datamodule=run.data)
+        assert len(scores.rows) == 3
+        (first, _), (second, gain_2), (third, gain_3) = scores.rows
+        assert gain_2 == pytest.approx(second - first)
+        assert gain_3 == pytest.approx(third - second)
+        assert len({first, second, third}) == 3
+
+    def test_its_own_sampling_settings(self):
+        from lgrpo import Evaluation, Sampling
+
+        evaluation = Evaluation(
+            num_samples=3,
+            num_problems=7,
+            sampling=Sampling(temperature=0.5, top_k=1, max_tokens=4),
+            success_reward=0.01,
+        )
+        run = build(data={"evaluation": evaluation}, trainer={"limit_val_batches": 1.0})
+        (figures,) = run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+        assert set(figures) == {"val/pass@1", "val/pass@2", "val/pass@3"}
+        assert figures["val/pass@1"] == figures["val/pass@3"], "top_k of 1 always draws the same"
+        assert run.data.engine.step is None
+
+
+def test_rollout_log_shows_the_final_mask_whatever_the_order(tmp_path):
+    for i, callbacks in enumerate(([RolloutLog(2), ZeroVarianceMask(9.0)], [ZeroVarianceMask(9.0), RolloutLog(2)])):
+        folder = tmp_path / str(i)
+        fit(rollouts=5, callbacks=callbacks, trainer={"default_root_dir": str(folder)})
+        rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+        assert [row["rollout"] for row in rows] == [0] * 4 + [2] * 4 + [4] * 4
+        assert not any(row["live"] for row in rows)
+
+
+class TestWarmStart:
+    def test_it_learns_and_the_reference_follows(self):
+        run = build(
+            loss=ClippedLoss(kl_coef=0.1),
+            callbacks=[SupervisedWarmStart(num_steps=40, batch_size=32, learning_rate=1e-2)],
+            data={"task": SortDigits(num_digits=2, num_held_out=20)},
+            trainer={"limit_val_batches": 1.0, "num_sanity_val_steps": 0},
+        )
+        (before,) = run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+        run.trainer.fit(run.module, datamodule=run.data)
+        assert before["val/pass@1"] < 0.05
+        assert float(run.recorder.rollouts[0].rewards.mean()) > 0.2
+        assert run.logged[0]["train/kl_reference"] < 1e-6
+
+    def test_rows_without_solutions(self):
+        from lgrpo.rewards import ExactMatch
+        from lgrpo.tasks import DatasetTask
+
+        rows = [{"question": "1>", "answer": "1"}]
+        with pytest.raises(ValueError, match="needs the field 'solution'"):
+            fit(callbacks=[SupervisedWarmStart()], data={"task": DatasetTask(ExactMatch(), rows, rows)})
+
+
+def in_a_terminal(*arguments: str, cwd: Path) -> str:
+    """What a command writes to a real terminal of 100 columns."""
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm"}
+    command = [str(Path(sys.executable).parent / "lgrpo"), *arguments]
+    process = subprocess.Popen(command, stdout=follower, stderr=follower, stdin=follower, cwd=cwd, env=environment)
+    os.close(follower)
+    written = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not piece:
+            break
+        written += piece
+    assert process.wait(60) == 0, written.decode(errors="replace")
+    os.close(leader)
+    return written.decode(errors="replace")
+
+
+def test_a_terminal_sees_the_stages(tmp_path):
+    config = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+    options = [f"--config={config}", "--run=here", "--data.num_rollouts=6", "--trainer.max_epochs=1"]
+    shown = in_a_terminal("fit", *options, cwd=tmp_path)
+    for stage in ("sync", "generate", "score", "update", "validate"):
+        assert stage in shown, stage
+    assert "reward 0." in shown
+    assert "6/6" in shown

@@ -1,0 +1,45 @@
+"""Installs the wheel of a folder into an empty environment and uses it there: ``python tests/check_wheel.py dist``.
+
+Dependencies come from the environment this runs in, through a path file: the question is what the wheel itself holds.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+CHECK = """
+import lgrpo, pathlib
+from importlib.metadata import version
+root = pathlib.Path(lgrpo.__file__).parent
+assert str(root).startswith({prefix!r}), root
+assert version("lgrpo") == lgrpo.__version__, version("lgrpo")
+assert (root / "py.typed").exists()
+print("lgrpo", lgrpo.__version__, "from the wheel")
+"""
+
+
+def main() -> None:
+    (wheel,) = Path(sys.argv[1]).glob("lgrpo-*.whl")
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = Path(folder) / "bin" / "python"
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)], check=True)
+        site = subprocess.run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([python, "-c", CHECK.format(prefix=folder)], check=True, cwd=folder)
+        config = Path(__file__).parent.parent / "configs" / "demo.yaml"
+        subprocess.run([Path(folder) / "bin" / "lgrpo", "plan", "--config", config.resolve()], check=True, cwd=folder)
+
+
+if __name__ == "__main__":
+    main()
