@@ -96,6 +96,9 @@ class LGRPOCLI(LightningCLI):
         resuming = self._get(self.config, "ckpt_path") is not None
         if resuming and run is None:
             raise SystemExit("lgrpo: --ckpt_path goes on with a run: say which one with --run FOLDER")
+        folder = self._get(self.config, "checkpoint").dirpath or (run and Path(run) / "checkpoints")
+        if self._get(self.config, "ckpt_path") == "last" and not list(Path(folder).glob("last*.ckpt")):
+            raise SystemExit(f"lgrpo: there is no last.ckpt in {folder} to go on from")
         self.run_folder = Path(run or os.environ.setdefault("LGRPO_RUN", f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"))
         self._claim_run_folder(resuming)
 
@@ -201,10 +204,13 @@ def main(args: list[str] | None = None) -> None:
     quiet_lightning()
     if os.getcwd() not in sys.path:  # so that class_path finds a module beside the config
         sys.path.append(os.getcwd())
-    if args and args[0] == "plan":
-        print(plan(ParseOnly(args[1:]).config))
-    else:
-        LGRPOCLI(args)
+    try:
+        if args and args[0] == "plan":
+            print(plan(ParseOnly(args[1:]).config))
+        else:
+            LGRPOCLI(args)
+    finally:
+        os.environ.pop("LGRPO_RUN", None)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ They never import each other. What one needs of another it takes from the Traine
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Literal, Protocol, cast
 
 import lightning as L
@@ -45,9 +47,9 @@ class RolloutOwner(Protocol):
     """What callbacks ask of the data module."""
 
     engine: RolloutEngine
+    lead: int
+    reuse: int
     tokenizer: PreTrainedTokenizerBase
-
-    def rollouts_per_epoch(self) -> int: ...
 
 
 def policy_owner(trainer: L.Trainer) -> PolicyOwner:
@@ -91,13 +93,30 @@ def call_rollout_start(trainer: L.Trainer, rollout: int) -> None:
 def call_rollout_end(trainer: L.Trainer, batch: RolloutBatch) -> None:
     """Shows every rollout callback the whole rollout, and holds them to shrinking its loss mask."""
     for callback in rollout_callbacks(trainer):
-        before = batch.loss_mask.clone()
+        before, written = batch.loss_mask.clone(), _versions(batch)
         callback.on_rollout_end(trainer, trainer.lightning_module, batch)
+        if changed := [name for name, version in _versions(batch).items() if version != written[name]]:
+            raise RuntimeError(
+                f"{type(callback).__name__}.on_rollout_end wrote to {', '.join(changed)}; a rollout callback may only "
+                "turn entries of loss_mask off. Advantages, rewards and losses are classes of their own"
+            )
         if bool((batch.loss_mask & ~before).any()):
             raise RuntimeError(
                 f"{type(callback).__name__}.on_rollout_end turned entries of loss_mask on; a callback may only turn "
                 "them off, or the order of callbacks would decide the result"
             )
+
+
+def _versions(batch: RolloutBatch) -> dict[str, tuple[int, int]]:
+    """Which tensor each field but the mask is, and how often it was written to."""
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "loss_mask"}
+    return {name: (id(value), value._version) for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def run_folder(trainer: L.Trainer) -> Path:
+    """Where a run's own files go: the root the user gave the Trainer, or else the logger's folder."""
+    root = Path(trainer.default_root_dir)
+    return root if root.resolve() != Path.cwd() or trainer.log_dir is None else Path(trainer.log_dir)
 
 
 def call_stage(trainer: L.Trainer, stage: Stage) -> None:

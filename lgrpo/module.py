@@ -45,13 +45,12 @@ class GRPOModule(L.LightningModule):
         super().__init__()
         self.policy = policy
         self.reference: CausalPolicy | None = None
-        self.loss = loss
+        self.loss = copy.deepcopy(loss)  # the default is one object for all
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.step_metrics = StepMetrics()
         self.pass_at_k = PassAtK()
         self.reference_pass_at_k = PassAtK()
-        self.reference_step = 0
         self._policy_score: tuple[int, float] | None = None  # (optimizer step, pass@1) of the last validation
         self._reference_score: float | None = None
         self._proximal: dict[int, Tensor] = {}
@@ -107,7 +106,6 @@ class GRPOModule(L.LightningModule):
             raise RuntimeError("there is no reference to refresh: the loss has no KL term (kl_coef is 0)")
         for own, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
-        self.reference_step = self.global_step
         known = self._policy_score is not None and self._policy_score[0] == self.global_step and decay == 0
         self._reference_score = self._policy_score[1] if known and self._policy_score is not None else None
 
@@ -125,10 +123,15 @@ class GRPOModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
 
     def setup(self, stage: str) -> None:
-        if stage == "fit" and self.trainer.precision in ("bf16-true", "16-true", "transformer-engine-float16"):
+        if stage != "fit":
+            return
+        self._proximal, self._proximal_rollout = {}, -1
+        self._policy_score = self._reference_score = None
+        precision = str(self.trainer.precision)
+        if precision in ("bf16-true", "16-true") or precision.startswith("transformer-engine"):
             raise ValueError(
-                f"trainer.precision {self.trainer.precision} rounds every float of a batch, behaviour "
-                "log-probabilities too: -7.123456 becomes -7.125, and the ratio is wrong at lag 0. Use bf16-mixed"
+                f"trainer.precision {precision} rounds every float of a batch, behaviour log-probabilities too: "
+                "-7.123456 becomes -7.125, and the ratio is wrong at lag 0. Use bf16-mixed"
             )
 
     def train(self, mode: bool = True) -> GRPOModule:
@@ -143,7 +146,9 @@ class GRPOModule(L.LightningModule):
         logprobs = self._logprobs(batch)
         output = self.loss(batch, logprobs)
         self._step_is_empty = batch.totals.live_tokens == 0
-        kl_reference = None if logprobs.reference is None else kl_divergence(logprobs.policy, logprobs.reference)
+        kl_reference = (
+            None if logprobs.reference is None else kl_divergence(logprobs.policy.detach(), logprobs.reference)
+        )
         self.step_metrics.update(
             loss=output.loss,
             mask=batch.loss_mask,
@@ -193,7 +198,6 @@ class GRPOModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = {
-            "reference_step": self.reference_step,
             "policy_score": self._policy_score,
             "reference_score": self._reference_score,
             "proximal_rollout": self._proximal_rollout,
@@ -205,9 +209,10 @@ class GRPOModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["grpo"]
-        self.reference_step = state["reference_step"]
+        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return  # scores of another evaluation's settings would mislead
         self._policy_score, self._reference_score = state["policy_score"], state["reference_score"]
-        if self._trainer is not None and len(state["proximal"]) == self.trainer.world_size:
+        if len(state["proximal"]) == self.trainer.world_size:
             self._proximal_rollout = state["proximal_rollout"]
             self._proximal = state["proximal"][self.trainer.global_rank]
 

@@ -19,6 +19,9 @@ def plan(config: Namespace) -> str:
     completions = prompts * group
     longest = data.sampling.max_tokens
     micro_batches = trainer.accumulate_grad_batches
+    num_ranks = max(1, trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
+    ranks = "1 device" if num_ranks == 1 else f"each of {num_ranks} devices"
+    piece = completions / micro_batches / num_ranks
     rows = [
         ("schedule", _schedule(period, reuse)),
         (
@@ -26,7 +29,7 @@ def plan(config: Namespace) -> str:
             f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each",
         ),
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
-        ("micro-batches", f"{micro_batches} in each step, about {completions / micro_batches:g} completions each"),
+        ("micro-batches", f"{micro_batches} in each step on {ranks}, about {piece:g} completions each"),
         (
             "sync",
             "before the first rollout only" if period is None else f"every {period} rollouts, {period * reuse} steps",
@@ -34,7 +37,7 @@ def plan(config: Namespace) -> str:
         ("lags that occur", _lags(period, reuse)),
         *_whole_run(config, period),
         ("zero-variance groups", "masked, KL term included" if config.zero_variance_mask else "kept"),
-        *_memory(config, completions, longest, micro_batches),
+        *_memory(config, piece * longest),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
@@ -66,22 +69,23 @@ def _whole_run(config: Namespace, period: int | None) -> list[tuple[str, str]]:
     data, trainer = config.data, config.trainer
     if data.num_rollouts is None:
         return [("stage (epoch)", "one pass over the training prompts; set data.num_rollouts to choose its length")]
-    stages = trainer.max_epochs if trainer.max_epochs is not None else 1
-    rollouts = data.num_rollouts * stages
-    if trainer.max_steps >= 0:
-        rollouts = min(rollouts, -(-trainer.max_steps // data.reuse))
+    stage = ("stage (epoch)", f"{data.num_rollouts} rollouts, {data.num_rollouts * data.reuse} optimizer steps")
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        limits.append(trainer.max_epochs * data.num_rollouts * data.reuse)
+    elif trainer.max_epochs is None and not limits:
+        limits.append(1000 * data.num_rollouts * data.reuse)  # Lightning's own default
+    if not limits:
+        return [stage, ("whole run", "without end: neither trainer.max_epochs nor trainer.max_steps is set")]
+    steps = min(limits)
+    rollouts = -(-steps // data.reuse)
     syncs = 1 if period is None else -(-rollouts // period)
-    return [
-        ("stage (epoch)", f"{data.num_rollouts} rollouts, {data.num_rollouts * data.reuse} optimizer steps"),
-        (
-            "whole run",
-            f"{rollouts} rollouts, {rollouts * data.reuse} optimizer steps, {syncs} syncs, "
-            f"{rollouts * data.num_prompts * data.group_size:,} completions",
-        ),
-    ]
+    completions = rollouts * data.num_prompts * data.group_size
+    whole = f"{rollouts} rollouts, {steps} optimizer steps, {syncs} syncs, {completions:,} completions"
+    return [stage, ("whole run", whole)]
 
 
-def _memory(config: Namespace, completions: int, longest: int, micro_batches: int) -> list[tuple[str, str]]:
+def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
     """Weights, gradients, optimizer state, copies, and the activations of one micro-batch."""
     settings: dict[str, Any] = vars(config.model.policy)
     policy = CausalPolicy(**settings)
@@ -89,7 +93,7 @@ def _memory(config: Namespace, completions: int, longest: int, micro_batches: in
         architecture = policy.config
     except OSError as error:
         return [("memory", f"not estimated: the model's config cannot be read ({str(error).splitlines()[0]})")]
-    num_parameters = _num_parameters(architecture)
+    num_parameters = _num_parameters(architecture, settings["trust_remote_code"])
     bytes_each = 2 if settings["dtype"] == "bfloat16" else 4
     needs_reference = config.model.loss.init_args.get("kl_coef", 0) > 0
     copies = {
@@ -99,7 +103,6 @@ def _memory(config: Namespace, completions: int, longest: int, micro_batches: in
         "reference": bytes_each if needs_reference else 0,
         "engine's copy": bytes_each,
     }
-    tokens = completions / micro_batches * longest
     text = architecture.get_text_config()
     activation_bytes = 2 if "bf16" in str(config.trainer.precision) else 4
     per_layer = (
@@ -126,7 +129,7 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _num_parameters(architecture: PretrainedConfig) -> int:
+def _num_parameters(architecture: PretrainedConfig, trust_remote_code: bool) -> int:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(architecture)
+        model = AutoModelForCausalLM.from_config(architecture, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in model.parameters())

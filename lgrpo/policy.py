@@ -37,7 +37,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<pad>", eos_token="<eos>")
 
 
 @final
@@ -144,15 +144,21 @@ class CausalPolicy(nn.Module):
             "attn_implementation": self.attention,
             "trust_remote_code": self.trust_remote_code,
         }
+        for key in self.config.to_dict():  # with dropout a policy differs from itself: there would be no ratio
+            if key.endswith(("dropout", "pdrop", "dropout_prob")):
+                setattr(self.config, key, 0.0)
         if self.name is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(self.name, **options)
+            self.model = AutoModelForCausalLM.from_pretrained(self.name, config=self.config, **options)
         else:
             self.model = AutoModelForCausalLM.from_config(self.config, **options)
+        self.model.config.eos_token_id = self._eos_token_ids()
+        self.model.train()
         if len(self.tokenizer) > self.model.get_input_embeddings().num_embeddings:
             raise ValueError(
                 f"the tokenizer has {len(self.tokenizer)} tokens, the model only "
                 f"{self.model.get_input_embeddings().num_embeddings}: they do not belong together"
             )
+        self.model.config.architectures = [type(self.model).__name__]
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._check_head()
@@ -177,7 +183,18 @@ class CausalPolicy(nn.Module):
             for name, tensor in self.model.state_dict().items():
                 yield name, tensor.detach()
 
-        return PolicyWeights(config=self.config, tensors=tensors)
+        return PolicyWeights(config=self.model.config, tensors=tensors)
+
+    def _eos_token_ids(self) -> list[int]:
+        """Every token that ends a sequence: the tokenizer's, the config's, and those of the generation config."""
+        ids: set[int] = set()
+        for named in (
+            self.tokenizer.eos_token_id,
+            self.model.config.eos_token_id,
+            self.model.generation_config and self.model.generation_config.eos_token_id,
+        ):
+            ids |= set(named if isinstance(named, list) else [] if named is None else [named])
+        return sorted(ids)
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, with the scaling a few architectures put behind the linear layer."""

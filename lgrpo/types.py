@@ -41,6 +41,8 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     behaviour_step: int
     """Optimizer step whose weights sampled it."""
+    version: int = 0
+    """Which sync brought those weights: the key into the engine's ledger."""
 
 
 @dataclass(kw_only=True, slots=True)

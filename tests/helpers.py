@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,6 +147,7 @@ def build(
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        "default_root_dir": tempfile.mkdtemp(prefix="lgrpo-test-"),
         "limit_val_batches": 0,
         "callbacks": [*sync, *callbacks, recorder, logged],
     }

@@ -180,9 +180,11 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on_exactly(tmp_path):
     assert (broken / "config-2.yaml").exists()
 
 
-def test_going_on_needs_to_know_with_what():
+def test_going_on_needs_to_know_with_what(tmp_path):
     with pytest.raises(SystemExit, match="say which one with --run"):
         main(["fit", *with_base("tiny.yaml"), "--ckpt_path=last"])
+    with pytest.raises(SystemExit, match=r"there is no last\.ckpt in"):
+        main(["fit", *with_base("tiny.yaml"), f"--run={tmp_path}", "--ckpt_path=last"])
 
 
 def test_parts_of_the_users_own(tmp_path):
@@ -247,6 +249,14 @@ class TestPlan:
         assert "reference" not in rows["memory, held"]
         rows = self.plan(capsys, "--weight_sync.period=null")
         assert rows["sync"] == "before the first rollout only"
+
+    def test_length_of_a_run_as_lightning_counts_it(self, capsys):
+        by_steps = self.plan(capsys, "--trainer.max_epochs=null", "--trainer.max_steps=1000")
+        assert by_steps["whole run"].startswith("1000 rollouts, 1000 optimizer steps, 100 syncs")
+        odd = self.plan(capsys, "--trainer.max_steps=10", "--data.reuse=3")
+        assert odd["whole run"].startswith("4 rollouts, 10 optimizer steps, 1 syncs")
+        assert self.plan(capsys, "--trainer.max_epochs=-1")["whole run"].startswith("without end")
+        assert "each of 4 devices, about 64 completions" in self.plan(capsys, "--trainer.devices=4")["micro-batches"]
 
     def test_a_model_that_cannot_be_reached(self, capsys):
         rows = self.plan(capsys, "--model.policy.name=nobody/nothing", "--model.policy.config=null")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from lgrpo import ClippedLoss, Evaluation, ReferenceRefresh, RolloutCallback, Sampling, WeightSync, ZeroVarianceMask
@@ -76,6 +79,26 @@ def test_a_callback_that_turns_the_mask_on():
         fit(callbacks=[Greedy()])
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_callback_that_writes_to_something_else(in_place):
+    class Doubling(RolloutCallback):
+        def on_rollout_end(self, trainer, pl_module, batch):
+            if in_place:
+                batch.advantages.mul_(2)
+            else:
+                batch.advantages = batch.advantages * 2
+
+    with pytest.raises(RuntimeError, match=r"Doubling\.on_rollout_end wrote to advantages"):
+        fit(callbacks=[Doubling()])
+
+
+def test_prompts_that_the_ranks_do_not_divide(tmp_path):
+    command = [sys.executable, "-m", "tests.two_processes", "2", str(tmp_path / "out"), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "data.num_prompts is 3, which 2 ranks do not divide" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -83,7 +106,7 @@ def test_a_callback_that_turns_the_mask_on():
         (lambda: ClippedLoss(kl_coef=-1), "kl_coef is -1"),
         (lambda: ClippedLoss(centre="proximal", ratio="proximal"), "use centre 'one'"),
         (lambda: ConstantSum(0), "constant is 0"),
-        (lambda: GroupWhitened(eps=-1), "eps is -1"),
+        (lambda: GroupWhitened(eps=0), "eps is 0"),
         (lambda: WeightSync(0), "period is 0"),
         (lambda: ReferenceRefresh(0), "period is 0"),
         (lambda: ReferenceRefresh(decay=1.0), "decay is 1.0"),

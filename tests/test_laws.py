@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -47,6 +48,52 @@ class TestLag:
 
     def test_offline_never_syncs_again(self):
         assert fit(v=None, rollouts=5).recorder.lags == [0, 1, 2, 3, 4]
+
+
+class TestAhead:
+    """Rollouts sampled before their turn."""
+
+    def test_the_lead_of_paper_b(self):
+        for v, lead in ((4, 0), (3, 2), (2, 5), (1, 1)):
+            rollouts = 11
+            lags = fit(v=v, rollouts=rollouts, data={"lead": lead}).recorder.lags
+            assert lags == [k - v * max(0, (k - lead) // v) for k in range(rollouts)], (v, lead)
+
+    def test_generate_ahead_changes_nothing_but_the_calls(self):
+        settings = {"v": 3, "i": 2, "rollouts": 4, "epochs": 2, "loss": ClippedLoss(kl_coef=0.1)}
+        callbacks = {"callbacks": [ReferenceRefresh(period=2), ZeroVarianceMask(0.2)]}
+        plain = fit(**settings, **callbacks)
+        ahead = build(**settings, **callbacks, data={"generate_ahead": True})
+        calls, generate = [], ahead.data.engine.generate
+
+        def counted(prompts, *args):
+            calls.append([p.position for p in prompts])
+            return generate(prompts, *args)
+
+        ahead.data.engine.generate = counted
+        ahead.trainer.fit(ahead.module, datamodule=ahead.data)
+        assert [len(c) for c in calls] == [12, 12, 8], "3, 3 and the last 2 rollouts of 4 prompts"
+        assert largest_difference(plain.weights, ahead.weights) == 0
+        assert plain.recorder.lags == ahead.recorder.lags
+        assert plain.recorder.started == ahead.recorder.started
+        for a, b in zip(plain.recorder.rollouts, ahead.recorder.rollouts, strict=True):
+            assert torch.equal(a.tokens, b.tokens)
+            assert torch.equal(a.behaviour_logprobs, b.behaviour_logprobs)
+
+    def test_what_is_too_old_is_never_trained(self):
+        run = fit(v=4, i=2, rollouts=4, data={"max_lag": 4})
+        assert [bool(batch.loss_mask.any()) for batch in run.recorder.rollouts] == [True, True, False, False]
+        assert [row["train/step_skipped"] for row in run.logged] == [0, 0, 0, 0, 1, 1, 1, 1]
+        assert max(row["train/lag_max"] for row in run.logged[:4]) <= 4
+
+    def test_the_ledger_has_every_sync(self, tmp_path):
+        run = fit(v=3, i=2, rollouts=7, trainer={"default_root_dir": str(tmp_path), "limit_val_batches": 1.0})
+        ledger = run.data.engine.ledger
+        assert [(r.version, r.step) for r in ledger] == [(0, 0), (1, 6), (2, 12)]
+        assert len({r.checksum for r in ledger}) == 3
+        assert all(r.num_bytes > 0 and r.seconds > 0 for r in ledger)
+        written = [json.loads(line) for line in (tmp_path / "syncs.jsonl").read_text().splitlines()]
+        assert written == [r.as_dict() for r in ledger]
 
 
 def test_a_cycle_equals_one_large_rollout_cut_into_mini_batches():
@@ -119,12 +166,12 @@ class TestSameGradient:
         run = build(v=2, rollouts=3)
         sample = run.data.sample
 
-        def shuffled(rollout: int) -> RolloutBatch:
-            batch = sample(rollout)
+        def shuffled(rollouts: range) -> list[RolloutBatch]:
+            (batch,) = sample(rollouts)
             order = torch.cat([group[torch.randperm(4)] for group in torch.arange(len(batch)).split(4)])
-            return batch.select(order)
+            return [batch.select(order)]
 
-        monkeypatch.setattr(run.data, "sample", shuffled)
+        monkeypatch.setattr(run.data._queue, "_sample", shuffled)
         run.trainer.fit(run.module, datamodule=run.data)
         assert not torch.equal(plain.recorder.rollouts[0].tokens, run.recorder.rollouts[0].tokens)
         for a, b in zip(plain.recorder.gradients, run.recorder.gradients, strict=True):

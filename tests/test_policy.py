@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -102,6 +104,29 @@ def test_a_folder_of_hugging_face(folder):
         assert torch.equal(a, b), name
     assert policy.tokenizer.decode(policy.tokenizer("042>").input_ids) == "042>"
     assert policy.context_length == 32
+
+
+def test_gradient_checkpointing_of_a_loaded_model(folder):
+    """from_pretrained returns a model in evaluation mode, in which transformers checkpoints nothing."""
+    policy = CausalPolicy(name=str(folder), gradient_checkpointing=True)
+    policy.build()
+    batch, seen = a_batch(), []
+    hook = policy.model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(1))
+    policy(batch.tokens, batch.completion_mask, 1.0)[0].sum().backward()
+    hook.remove()
+    assert len(seen) == 2, "once forward, once again in the backward pass"
+
+
+def test_dropout_is_off_and_every_end_of_sequence_counts(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5, "eos_token_id": 1}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    policy, batch = CausalPolicy(name=str(folder)), a_batch()
+    policy.build()
+    policy.train()
+    first, second = (policy(batch.tokens, batch.completion_mask, 1.0)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert policy.weights().config.eos_token_id == [1, 7]
 
 
 def test_a_model_without_a_pad_token(folder):

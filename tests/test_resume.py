@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
-from lgrpo import ClippedLoss, ReferenceRefresh, ZeroVarianceMask
-from lgrpo.callbacks import ExactResume
-from tests.helpers import fit, largest_difference
+from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, SupervisedWarmStart, ZeroVarianceMask
+from lgrpo.callbacks import ExactResume, GracefulInterrupt
+from lgrpo.report import read_series
+from lgrpo.tasks import SortDigits
+from tests.helpers import build, fit, largest_difference
 
 SETTINGS = {"v": 3, "i": 2, "rollouts": 3, "epochs": 2, "learning_rate": 0.5}
 STEPS = 12
@@ -41,3 +47,76 @@ def test_from_every_step(tmp_path, centre):
         sampled = run.recorder.rollouts
         expected = straight.recorder.rollouts[len(straight.recorder.rollouts) - len(sampled) :]
         assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(sampled, expected, strict=True))
+
+
+class Hit(RolloutCallback):
+    """Presses Ctrl-C at a chosen moment of rollout 3, or raises there."""
+
+    def __init__(self, moment, error=None):
+        self.moment, self.error = moment, error
+
+    def _hit(self, trainer, moment):
+        if moment == self.moment and trainer.global_step // 2 == 3 and not trainer.sanity_checking:
+            self.moment = None
+            if self.error:
+                raise self.error
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_before_optimizer_step(self, trainer, *args):
+        self._hit(trainer, "inside a step")
+
+    def on_rollout_start(self, trainer, *args):
+        self._hit(trainer, "between hooks")
+
+    def on_rollout_end(self, trainer, *args):
+        self._hit(trainer, "after sampling")
+
+    def on_validation_batch_start(self, trainer, *args):
+        self._hit(trainer, "in validation")
+
+
+@pytest.mark.parametrize("moment", ["inside a step", "between hooks", "after sampling", "in validation", "an error"])
+def test_an_interrupt_or_an_error_loses_nothing(tmp_path, moment, caplog):
+    """Weights and every row of the log are those of a run that nothing happened to."""
+
+    def run(folder, *hits, ckpt_path=None):
+        arguments = settings(folder, ClippedLoss(0.05, 0.05, centre="proximal", kl_coef=0.1))
+        arguments["callbacks"] = [*hits, *arguments["callbacks"], GracefulInterrupt()]
+        logger = CSVLogger(str(folder), name="metrics")
+        arguments["trainer"] |= {"logger": logger, "log_every_n_steps": 1, "limit_val_batches": 1.0}
+        arguments["trainer"] |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
+        return fit(**arguments, ckpt_path=ckpt_path)
+
+    straight = run(tmp_path / "straight")
+    hit = Hit("after sampling", ValueError("a bad row")) if moment == "an error" else Hit(moment)
+    with pytest.raises(ValueError if moment == "an error" else SystemExit):
+        run(tmp_path / "broken", hit)
+    resumed = run(tmp_path / "broken", ckpt_path=str(tmp_path / "broken" / "checkpoints" / "last.ckpt"))
+    assert largest_difference(straight.weights, resumed.weights) == 0
+    expected, got = read_series(tmp_path / "straight"), read_series(tmp_path / "broken")
+    for name in ("train/loss", "train/lag", "rollout/reward"):
+        assert got[name] == expected[name], name
+
+
+def test_a_second_fit_starts_afresh():
+    """A short trial, then the real run with the same data module: no rollout of the trial is trained on."""
+    trial = build(v=3, rollouts=6, trainer={"max_steps": 2})
+    trial.trainer.fit(trial.module, datamodule=trial.data)
+    real, plain = build(v=3, rollouts=6), fit(v=3, rollouts=6)
+    real.trainer.fit(real.module, datamodule=trial.data)
+    assert real.recorder.started == plain.recorder.started
+    assert largest_difference(real.weights, plain.weights) == 0
+
+
+def test_a_warm_start_makes_the_scores_before_it_void():
+    run = build(
+        loss=ClippedLoss(kl_coef=0.1),
+        learning_rate=0.0,
+        callbacks=[SupervisedWarmStart(num_steps=30, batch_size=32, learning_rate=1e-2)],
+        data={"task": SortDigits(num_digits=2, num_held_out=20)},
+        trainer={"limit_val_batches": 1.0, "num_sanity_val_steps": 0},
+    )
+    run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+    run.trainer.fit(run.module, datamodule=run.data)
+    assert float(run.trainer.callback_metrics["val/pass@1"]) > 0.1
+    assert float(run.trainer.callback_metrics["val/pass@1_over_reference"]) == 0

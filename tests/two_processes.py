@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from lgrpo import ClippedLoss, ZeroVarianceMask
+from lgrpo import ClippedLoss, Evaluation, ZeroVarianceMask
 from tests.helpers import build
 
 
@@ -22,8 +22,8 @@ def main() -> None:
         loss=ClippedLoss(kl_coef=0.1),
         callbacks=[ZeroVarianceMask(0.3)],
         trainer=trainer,
+        data={"evaluation": Evaluation(success_reward=0.5), "num_prompts": int(sys.argv[3]) if sys.argv[3:] else 4},
     )
-    run.data.evaluation.success_reward = 0.5
     fresh = build()
     run.trainer.fit(run.module, datamodule=run.data)
     if run.trainer.is_global_zero:

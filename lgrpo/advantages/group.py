@@ -23,8 +23,8 @@ class GroupWhitened(Advantage):
             eps_placement: Added to the variance inside the root (Mroueh et al.), or to the deviation outside it (TRL).
             unbiased: Divide the sum of squares by G - 1 instead of G.
         """
-        if eps < 0:
-            raise ValueError(f"eps is {eps}; it cannot be negative")
+        if not eps > 0:
+            raise ValueError(f"eps is {eps}; it must be above 0, or a group without variance is divided by 0")
         self.eps = eps
         self.eps_placement = eps_placement
         self.unbiased = unbiased

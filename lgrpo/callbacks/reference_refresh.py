@@ -32,6 +32,12 @@ class ReferenceRefresh(RolloutCallback):
             )
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
-        period = self.period or rollout_owner(trainer).rollouts_per_epoch()
+        period = self.period or self._stage_length(trainer)
         if rollout > 0 and rollout % period == 0:
             policy_owner(trainer).refresh_reference(self.decay)
+
+    @staticmethod
+    def _stage_length(trainer: L.Trainer) -> int:
+        """Rollouts in an epoch as Lightning runs it, ``limit_train_batches`` included."""
+        batches = trainer.accumulate_grad_batches * rollout_owner(trainer).reuse
+        return max(1, int(trainer.num_training_batches) // batches)

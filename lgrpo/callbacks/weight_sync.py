@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import lightning as L
 from jsonargparse.typing import PositiveInt
 
-from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
+from lgrpo.engines import SyncRecord
+from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner, run_folder
 
 
 class WeightSync(RolloutCallback):
     """Hands the engine the policy before rollouts 0, v, 2v, …: the behaviour policy is then 0 to v - 1 rollouts old.
 
-    It keeps no state: the rollout's index is its clock.
+    With a lead of o rollouts (``data.lead``), before rollouts 0, o, o + v, o + 2v, …: by then 0, 0, v, 2v, … rollouts
+    are trained on. It keeps no state: the rollout's index is its clock.
     """
 
     def __init__(self, period: PositiveInt | None = 1) -> None:
@@ -32,6 +37,17 @@ class WeightSync(RolloutCallback):
             )
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
-        if rollout == 0 or (self.period is not None and rollout % self.period == 0):
+        data = rollout_owner(trainer)
+        since = rollout - data.lead  # rollouts trained on by now
+        if rollout == 0 or (self.period is not None and since >= 0 and since % self.period == 0):
             weights = policy_owner(trainer).policy_weights()
-            rollout_owner(trainer).engine.load_weights(weights, trainer.global_step, num_rollouts=self.period or 1)
+            num_rollouts = data.lead if rollout < data.lead else self.period
+            record = data.engine.load_weights(weights, trainer.global_step, num_rollouts)
+            if trainer.is_global_zero:
+                self._write(run_folder(trainer) / "syncs.jsonl", record)
+
+    @staticmethod
+    def _write(path: Path, record: SyncRecord) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record.as_dict()) + "\n")

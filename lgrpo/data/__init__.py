@@ -2,7 +2,17 @@
 
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.collate import collate_rollout
-from lgrpo.data.datamodule import Evaluation, RolloutDataModule
+from lgrpo.data.datamodule import RolloutDataModule
+from lgrpo.data.evaluation import Evaluation
 from lgrpo.data.prompts import PromptSet
+from lgrpo.data.queue import RolloutQueue
 
-__all__ = ["Evaluation", "EvaluationBuffer", "PromptSet", "RolloutBuffer", "RolloutDataModule", "collate_rollout"]
+__all__ = [
+    "Evaluation",
+    "EvaluationBuffer",
+    "PromptSet",
+    "RolloutBuffer",
+    "RolloutDataModule",
+    "RolloutQueue",
+    "collate_rollout",
+]

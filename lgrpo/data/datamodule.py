@@ -5,51 +5,32 @@ Not here: when weights move (callbacks.weight_sync), log π_θ and the loss (mod
 
 from __future__ import annotations
 
+import copy
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.collate import collate_rollout
+from lgrpo.data.evaluation import Evaluation, pair_up
 from lgrpo.data.prompts import PromptSet, prompts_at
+from lgrpo.data.queue import RolloutQueue
+from lgrpo.data.totals import fill_totals
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
-from lgrpo.functional import has_reward_variance
 from lgrpo.hooks import Stage, call_rollout_end, call_rollout_start, call_stage, policy_owner
 from lgrpo.rewards import checked_rewards
 from lgrpo.tasks import Task
-from lgrpo.types import Completion, EvaluationBatch, PolicyWeights, Prompt, RolloutBatch, StepTotals
-
-
-@dataclass(kw_only=True)
-class Evaluation:
-    """How the current policy is validated. The sync cycle is left exactly as it was."""
-
-    num_samples: int = 8
-    """Completions of each problem."""
-    num_problems: int | None = None
-    """The first so many problems of the validation set; by default all."""
-    sampling: Sampling | None = None
-    """How they are drawn; by default as in training."""
-    success_reward: float = 1.0
-    """A completion with at least this reward is right."""
-    seed: int = 0
-    """Of the validation samples: the same at every validation, so that differences are the policy's."""
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ValueError(f"evaluation.num_samples is {self.num_samples}; at least 1 sample is needed")
-        if self.num_problems is not None and self.num_problems < 1:
-            raise ValueError(f"evaluation.num_problems is {self.num_problems}; at least 1 problem is needed")
+from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -67,6 +48,9 @@ class RolloutDataModule(L.LightningDataModule):
         behaviour_logprobs: Literal["engine", "policy"] = "engine",
         advantage: Advantage = GroupWhitened(),  # noqa: B008
         evaluation: Evaluation = Evaluation(),  # noqa: B008
+        generate_ahead: bool = False,
+        lead: NonNegativeInt = 0,
+        max_lag: NonNegativeInt | None = None,
         overlong_prompts: Literal["error", "drop"] = "error",
         shuffle: bool = True,
         seed: int | None = None,
@@ -84,6 +68,10 @@ class RolloutDataModule(L.LightningDataModule):
                 equals the behaviour policy, which it does at v = 1 only.
             advantage: From a group's rewards to advantages.
             evaluation: How validation samples.
+            generate_ahead: Sample all rollouts up to the next sync in one call. The samples are the same; an engine is
+                fuller, and sleeps once a cycle instead of once a rollout.
+            lead: o, how many rollouts before it is trained on a rollout is sampled: the lag grows by that much.
+            max_lag: A completion older than this many optimizer steps is never trained on; by default any is.
             overlong_prompts: What becomes of a prompt that leaves no room for a completion.
             shuffle: Draw the prompts of every pass in an order of its own.
             seed: Of prompts and completions; by default the one given to ``seed_everything``, or 0.
@@ -93,31 +81,40 @@ class RolloutDataModule(L.LightningDataModule):
             if value < least:
                 reason = ": a group of one has nothing to be compared with" if name == "group_size" else ""
                 raise ValueError(f"data.{name} is {value}; it must be {least} or more{reason}")
+        if lead < 0:
+            raise ValueError(f"data.lead is {lead}; it counts rollouts, 0 or more")
         if sampling.is_truncated:
             raise ValueError(
-                "data.sampling sets top_k or top_p: a truncated draw gives the dropped tokens no probability, so "
-                "π_θ/π_α is not a ratio of the policies any more. Sample the whole distribution when training, and "
+                "data.sampling sets top_k, top_p or min_p: a truncated draw gives the dropped tokens no probability, "
+                "so π_θ/π_α is not a ratio of the policies any more. Sample the whole distribution when training, and "
                 "truncate in data.evaluation.sampling alone"
             )
         self.task = task
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
-        self.num_prompts = int(num_prompts)  # plain, as a checkpoint loads without executing code
+        self.num_prompts = int(num_prompts)  # plain numbers, as a checkpoint loads without executing code
         self.group_size = int(group_size)
         self.reuse = int(reuse)
-        self.num_rollouts = num_rollouts
+        self.num_rollouts = None if num_rollouts is None else int(num_rollouts)
         self.sampling = sampling
         self.behaviour_logprobs: Literal["engine", "policy"] = behaviour_logprobs
-        self.advantage = advantage
+        self.advantage = copy.deepcopy(advantage)  # the default is one object for all
         self.evaluation = evaluation
+        self.generate_ahead = generate_ahead
+        self.lead = int(lead)
+        self.max_lag = max_lag
         self.overlong_prompts: Literal["error", "drop"] = overlong_prompts
         self.shuffle = shuffle
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.train_prompts: PromptSet | None = None
         self.validation_prompts: PromptSet | None = None
+        self._queue = RolloutQueue(self.sample, self.engine.can_overlap)
         self._rollout: RolloutBatch | None = None
         self._pieces: list[RolloutBatch] = []
         self._started = -1
-        self._seconds: dict[str, float] = {}
+        self._cycle_end: int | None = 0
+        self._handed_over: float | None = None
+
+    # What Lightning asks for
 
     def setup(self, stage: str) -> None:
         """Loads and checks the prompts the stage needs."""
@@ -132,6 +129,12 @@ class RolloutDataModule(L.LightningDataModule):
                 )
         if stage == "fit":
             self._check_sizes(trainer)
+            self._queue.close()
+            self._queue = RolloutQueue(self.sample, self.engine.can_overlap)
+            self._rollout, self._started = (
+                None,
+                trainer.global_step // self.reuse - 1,
+            )  # nothing of an earlier fit stays
             self.train_prompts = PromptSet(
                 self.task,
                 "train",
@@ -147,6 +150,9 @@ class RolloutDataModule(L.LightningDataModule):
             max_tokens=module.context_length - evaluated.max_tokens,
             overlong=self.overlong_prompts,
         )
+        for prompts in (self.train_prompts, self.validation_prompts):
+            if prompts is not None and prompts.num_dropped:
+                rank_zero_info(f"{prompts.num_dropped} overlong prompts dropped, {len(prompts)} kept.")
 
     def train_dataloader(self) -> RolloutBuffer:
         return RolloutBuffer(self)
@@ -157,65 +163,22 @@ class RolloutDataModule(L.LightningDataModule):
     def test_dataloader(self) -> EvaluationBuffer:
         return EvaluationBuffer(self._evaluate)
 
-    def rollouts_per_epoch(self) -> int:
-        """Rollouts in a stage."""
-        if self.num_rollouts is not None:
-            return self.num_rollouts
-        if self.train_prompts is None:
-            raise RuntimeError("the prompts are not loaded yet: setup('fit') comes first")
-        return max(1, len(self.train_prompts) // self.num_prompts)
-
-    def micro_batches(self, rollout: int) -> list[RolloutBatch]:
-        """The micro-batches of rollout k. It is sampled when it is not the one at hand, hooks included."""
-        if self._rollout is None or self._rollout.rollout != rollout:
-            trainer = self._trainer
-            self._seconds = {}
-            if self._started != rollout:  # an interrupt inside generation must not run the hooks twice
-                with self._stage("sync"):
-                    call_rollout_start(trainer, rollout)
-                self._started = rollout
-            batch = self.sample(rollout)
-            call_rollout_end(trainer, batch)
-            self._total(batch)
-            if self.behaviour_logprobs == "policy":
-                self._recompute_logprobs(batch)
-            self._hold(batch)  # last: a half-made rollout must never reach a checkpoint
-            call_stage(trainer, "update")
-        return self._pieces
-
-    def sample(self, rollout: int) -> RolloutBatch:
-        """Rollout k of this rank: a function of the engine's weights, the seed and the prompts' positions alone."""
-        if self.train_prompts is None:
-            raise RuntimeError("the prompts are not loaded yet: setup('fit') comes first")
-        trainer = self._trainer
-        share = self.num_prompts // trainer.world_size
-        first = rollout * self.num_prompts + trainer.global_rank * share
-        prompts = prompts_at(self.train_prompts, range(first, first + share))
-        with self._stage("generate"):
-            groups = self.engine.generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer)
-        with self._stage("score"):
-            prompts, completions = _flatten(prompts, groups)
-            rewards = torch.tensor(checked_rewards(self.task.reward, prompts, completions))
-            advantages = self.advantage(rewards, self.group_size)
-        return collate_rollout(
-            prompts,
-            completions,
-            rewards,
-            advantages,
-            group_size=self.group_size,
-            pad_token_id=self.tokenizer.pad_token_id,
-            temperature=self.sampling.temperature,
-            rollout=rollout,
-        )
-
     def state_dict(self) -> dict[str, Any]:
-        """The rollout at hand on every rank, and the engine's weights: what the next step depends on."""
-        own = {"rollout": self._rollout and self._rollout.state_dict(), "started": self._started}
+        """On every rank the rollout at hand and those in the queue; the engine's weights: what the next step needs."""
+        own = {
+            "rollout": self._rollout and self._rollout.state_dict(),
+            "queue": self._queue.state_dict(),
+            "started": self._started,
+            "cycle_end": self._cycle_end,
+        }
         world_size = self._trainer.world_size
         ranks: list[Any] = [own] * world_size
         if world_size > 1:
             torch.distributed.all_gather_object(ranks, own)
-        return {"ranks": ranks, "engine": self.engine.state_dict()}
+        self._queue.wait()
+        engine = self.engine.state_dict()
+        self.engine.rest()
+        return {"ranks": ranks, "engine": engine}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
@@ -227,10 +190,176 @@ class RolloutDataModule(L.LightningDataModule):
                 "a rollout in the middle of its passes cannot be dealt anew"
             )
         own = state["ranks"][trainer.global_rank]
-        self._started = own["started"]
+        self._started, self._cycle_end = own["started"], own["cycle_end"]
+        self._queue.load_state_dict(own["queue"])
         if own["rollout"] is not None:
             self._hold(RolloutBatch.from_state_dict(own["rollout"]))
         self.engine.load_state_dict(state["engine"])
+
+    # Rollouts
+
+    def rollouts_per_epoch(self) -> int:
+        """Rollouts in a stage."""
+        if self.num_rollouts is not None:
+            return self.num_rollouts
+        if self.train_prompts is None:
+            raise RuntimeError("the prompts are not loaded yet: setup('fit') comes first")
+        return max(1, len(self.train_prompts) // self.num_prompts)
+
+    def micro_batches(self, rollout: int) -> list[RolloutBatch]:
+        """The micro-batches of rollout k. When it is not the one at hand it is taken from the queue, hooks included."""
+        if self._rollout is None or self._rollout.rollout != rollout:
+            self._hold(self._prepare(rollout))  # last: a half-made rollout must never reach a checkpoint
+            call_stage(self._trainer, "update")
+            following = rollout + self.lead + 1
+            if self.engine.can_overlap and self._cycle_end is not None and following < self._end_of_cycle(following):
+                self._ask(following)
+        return self._pieces
+
+    def sample(self, rollouts: range) -> list[RolloutBatch]:
+        """Some rollouts of this rank: a function of the engine's weights, the seed and the prompts' positions alone."""
+        if self.train_prompts is None:
+            raise RuntimeError("the prompts are not loaded yet: setup('fit') comes first")
+        trainer = self._trainer
+        share = self.num_prompts // trainer.world_size
+        firsts = [k * self.num_prompts + trainer.global_rank * share for k in rollouts]
+        prompts = prompts_at(self.train_prompts, [first + j for first in firsts for j in range(share)])
+        with self._stage("generate") as generating:
+            groups = self.engine.generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer)
+        batches = []
+        with self._stage("score") as scoring:
+            for j, rollout in enumerate(rollouts):
+                own = slice(j * share, (j + 1) * share)
+                repeated, completions = pair_up(prompts[own], groups[own])
+                rewards = torch.tensor(checked_rewards(self.task.reward, repeated, completions))
+                batch = collate_rollout(
+                    repeated,
+                    completions,
+                    rewards,
+                    self.advantage(rewards, self.group_size),
+                    group_size=self.group_size,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                    temperature=self.sampling.temperature,
+                    rollout=rollout,
+                )
+                batches.append(batch)
+        if self._cycle_end is not None and rollouts.stop >= self._cycle_end:
+            self.engine.spent = True
+        self.engine.rest()
+        for batch in batches:
+            batch.metrics = {
+                "time/generate": generating.seconds / len(batches),
+                "time/score": scoring.seconds / len(batches),
+            }
+        return batches
+
+    def _prepare(self, rollout: int) -> RolloutBatch:
+        """Rollout k as it will be trained on: sampled, masked, its denominators known."""
+        trainer, start = self._trainer, time.perf_counter()
+        sync_seconds = self._start(rollout + self.lead)
+        if rollout not in self._queue:  # an interrupt came between its hooks and its samples
+            self._ask(rollout)
+        batch = self._queue.take(rollout)
+        self._refuse_old(batch)
+        call_rollout_end(trainer, batch)
+        now = time.perf_counter()
+        own = {"time/sync": sync_seconds, "time/wait": now - start}
+        if self._handed_over is not None:
+            period = now - self._handed_over
+            own["time/trainer_idle_share"] = (now - start) / period
+            own["time/engine_idle_share"] = max(0.0, 1 - batch.metrics["time/generate"] / period)
+        self._handed_over = now
+        batch.metrics |= own
+        fill_totals(batch, trainer)
+        if self.behaviour_logprobs == "policy":
+            self._recompute_logprobs(batch)
+        return batch
+
+    def _start(self, last: int) -> float:
+        """Begins every rollout up to ``last`` that has not begun: its hooks, then its samples. Seconds of the hooks."""
+        seconds = 0.0
+        for rollout in range(self._started + 1, min(last + 1, self._end_of_run())):
+            self._queue.wait()  # a sync must not meet a generation
+            version = self.engine.version
+            with self._stage("sync") as syncing:
+                call_rollout_start(self._trainer, rollout)
+            self._started = rollout
+            seconds += syncing.seconds
+            if self.engine.version != version:
+                count = self.engine.num_rollouts
+                self._cycle_end = None if count is None else rollout + count
+            self._ask(rollout)
+        return seconds
+
+    def _ask(self, rollout: int) -> None:
+        """Has a rollout sampled, and with ``generate_ahead`` all that follow it up to the next sync."""
+        if rollout not in self._queue:
+            end = self._end_of_cycle(rollout) if self.generate_ahead else rollout + 1
+            self._queue.ask(range(rollout, max(end, rollout + 1)))
+
+    def _end_of_cycle(self, rollout: int) -> int:
+        """The first rollout that the weights at hand will not sample, as far as that is known."""
+        cycle_end = rollout + 1 if self._cycle_end is None else self._cycle_end
+        return min(cycle_end, self._end_of_run())
+
+    def _end_of_run(self) -> int:
+        """The first rollout that will not be trained on."""
+        trainer, ends = self._trainer, []
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+            ends.append(trainer.max_epochs * self.rollouts_per_epoch())
+        if trainer.max_steps >= 0:
+            ends.append(-(-trainer.max_steps // self.reuse))
+        return max(min(ends, default=2**62), trainer.global_step // self.reuse + 1)
+
+    def _refuse_old(self, batch: RolloutBatch) -> None:
+        """Takes completions out of the loss that would be older than ``max_lag`` at the rollout's last pass."""
+        if self.max_lag is None:
+            return
+        lag = self._trainer.global_step + self.reuse - 1 - batch.behaviour_step
+        too_old = lag > self.max_lag
+        batch.loss_mask &= ~too_old[:, None]
+
+    def _recompute_logprobs(self, batch: RolloutBatch) -> None:
+        """log π_α by the policy, in the very pieces that will be trained on: the ratio then starts at exactly 1."""
+        trainer = self._trainer
+        sampled_at = int(batch.behaviour_step.min())
+        if sampled_at != trainer.global_step:
+            raise ValueError(
+                f"data.behaviour_logprobs is 'policy', but rollout {batch.rollout} was sampled with the weights of "
+                f"step {sampled_at} and the policy is at step {trainer.global_step} already. Use 'engine' with "
+                "weight_sync.period above 1"
+            )
+        for piece in batch.split(trainer.accumulate_grad_batches):
+            width = piece.tokens.shape[1]
+            batch.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
+
+    def _hold(self, batch: RolloutBatch) -> None:
+        self._rollout = batch
+        self._pieces = batch.split(self._trainer.accumulate_grad_batches)
+
+    # Validation
+
+    def _evaluate(self) -> EvaluationBatch:
+        """Samples of this rank's problems from the current policy, and from a reference not yet measured."""
+        trainer, module = self._trainer, policy_owner(self._trainer)
+        self._queue.wait()  # the engine is about to hold other weights
+        call_stage(trainer, "validate")
+        correct = self._correct(module.policy_weights())
+        reference = self._correct(module.reference_weights()) if module.wants_reference_score else None
+        self.engine.rest()
+        return EvaluationBatch(correct=correct, reference_correct=reference)
+
+    def _correct(self, weights: PolicyWeights) -> Tensor:
+        trainer, settings, prompts = self._trainer, self.evaluation, self.validation_prompts
+        assert prompts is not None
+        problems = prompts_at(prompts, settings.share(len(prompts), trainer.global_rank, trainer.world_size))
+        with self.engine.holding(weights, trainer.global_step):
+            groups = self.engine.generate(
+                problems, settings.num_samples, settings.sampling or self.sampling, settings.seed, self.tokenizer
+            )
+        return settings.correct(groups, problems, self.task)
+
+    # The rest
 
     @property
     def _trainer(self) -> L.Trainer:
@@ -252,93 +381,15 @@ class RolloutDataModule(L.LightningDataModule):
             )
 
     @contextmanager
-    def _stage(self, stage: Stage) -> Iterator[None]:
-        """Announces a stage and adds up the seconds it takes."""
-        call_stage(self._trainer, stage)
+    def _stage(self, stage: Stage) -> Iterator[_Seconds]:
+        """Announces a stage, unless it runs behind the trainer's back, and measures it."""
+        if stage == "sync" or not self.engine.can_overlap:
+            call_stage(self._trainer, stage)
+        watch = _Seconds()
         start = time.perf_counter()
-        yield
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
-
-    def _hold(self, batch: RolloutBatch) -> None:
-        self._rollout = batch
-        self._pieces = batch.split(self._trainer.accumulate_grad_batches)
-
-    def _recompute_logprobs(self, batch: RolloutBatch) -> None:
-        """log π_α by the policy, in the very pieces that will be trained on: the ratio then starts at exactly 1."""
-        trainer = self._trainer
-        if self.engine.step != trainer.global_step:
-            raise ValueError(
-                f"data.behaviour_logprobs is 'policy', but rollout {batch.rollout} was sampled with the weights of "
-                f"step {self.engine.step} and the policy is at step {trainer.global_step} already. Use 'engine' with "
-                "weight_sync.period above 1"
-            )
-        for piece in batch.split(trainer.accumulate_grad_batches):
-            width = piece.tokens.shape[1]
-            batch.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
-
-    def _total(self, batch: RolloutBatch) -> None:
-        """Fills in the denominators of the optimizer step and the rollout's figures, over all ranks."""
-        varied = has_reward_variance(batch.rewards, batch.group_size)
-        local = {
-            "all_tokens": batch.completion_mask.sum(),
-            "live_tokens": batch.loss_mask.sum(),
-            "all_sequences": batch.completion_mask.any(1).sum(),
-            "live_sequences": batch.loss_mask.any(1).sum(),
-            "reward": batch.rewards.sum(),
-            "reward_squared": batch.rewards.double().square().sum(),
-            "zero_variance": (~varied).sum(),
-            "truncated": batch.truncated.sum(),
-            "ranks": torch.tensor(1),
-            **{stage: torch.tensor(seconds) for stage, seconds in self._seconds.items()},
-        }
-        total = self._reduce(local)
-        count, ranks = total["all_sequences"], total["ranks"]
-        batch.totals = StepTotals(**{name: total[name] for name in StepTotals.__slots__})
-        mean = total["reward"] / count
-        batch.metrics = {
-            "rollout/reward": mean,
-            "rollout/reward_std": max(total["reward_squared"] / count - mean**2, 0.0) ** 0.5,
-            "rollout/zero_variance_fraction": total["zero_variance"] / count,
-            "rollout/completion_length": total["all_tokens"] / count,
-            "rollout/truncated_fraction": total["truncated"] / count,
-            **{f"time/{stage}": total[stage] / ranks for stage in ("sync", "generate", "score") if stage in total},
-        }
-
-    def _reduce(self, local: dict[str, Tensor]) -> dict[str, float]:
-        """Sums over ranks, all of them in one collective."""
-        vector = torch.stack([value.double() for value in local.values()])
-        strategy = self._trainer.strategy
-        reduced = strategy.reduce(vector.to(strategy.root_device), reduce_op="sum")
-        return dict(zip(local, reduced.tolist(), strict=True))
-
-    def _evaluate(self) -> EvaluationBatch:
-        """Samples of this rank's problems from the current policy, and from a reference not yet measured."""
-        trainer, module = self._trainer, policy_owner(self._trainer)
-        assert self.validation_prompts is not None
-        num_problems = min(self.evaluation.num_problems or len(self.validation_prompts), len(self.validation_prompts))
-        if num_problems < trainer.world_size:
-            raise ValueError(f"{num_problems} validation problems cannot be shared by {trainer.world_size} ranks")
-        prompts = prompts_at(self.validation_prompts, range(trainer.global_rank, num_problems, trainer.world_size))
-        call_stage(trainer, "validate")
-        correct = self._correct(prompts, module.policy_weights())
-        reference = self._correct(prompts, module.reference_weights()) if module.wants_reference_score else None
-        return EvaluationBatch(correct=correct, reference_correct=reference)
-
-    def _correct(self, prompts: Sequence[Prompt], weights: PolicyWeights) -> Tensor:
-        """[problems, samples] bool."""
-        settings = self.evaluation
-        with self.engine.holding(weights, self._trainer.global_step):
-            groups = self.engine.generate(
-                prompts, settings.num_samples, settings.sampling or self.sampling, settings.seed, self.tokenizer
-            )
-        repeated, completions = _flatten(prompts, groups)
-        rewards = torch.tensor(checked_rewards(self.task.reward, repeated, completions))
-        return rewards.view(len(prompts), settings.num_samples) >= settings.success_reward
+        yield watch
+        watch.seconds = time.perf_counter() - start
 
 
-def _flatten(
-    prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
-) -> tuple[list[Prompt], list[Completion]]:
-    """Each completion beside its prompt."""
-    pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    return [p for p, _ in pairs], [c for _, c in pairs]
+class _Seconds:
+    seconds = 0.0

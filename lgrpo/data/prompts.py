@@ -36,16 +36,15 @@ class PromptSet:
         self.shuffle_seed = shuffle_seed
         self.num_dropped = 0
         self._items: list[tuple[str, list[int], Mapping[str, Any]]] = []
-        rows = task.rows(split)
-        check_fields(task, split, rows[0])
-        for index, row in enumerate(rows):
+        unknown = tokenizer.unk_token_id
+        for index, row in enumerate(task.rows(split)):
+            check_row(task, split, index, row)
             text, token_ids = task.template.render(row, tokenizer)
-            if not text.strip() or not token_ids:
+            if not token_ids:
                 raise ValueError(f"prompt {index} of the {split} set is empty: {dict(row)}")
-            if tokenizer.pad_token_id in token_ids:
+            if unknown is not None and unknown in token_ids and tokenizer.unk_token not in text:
                 raise ValueError(
-                    f"prompt {index} of the {split} set has characters the tokenizer cannot spell, or its pad token "
-                    f"{tokenizer.pad_token!r}: {text[:200]!r}"
+                    f"prompt {index} of the {split} set has characters the tokenizer cannot spell: {text[:200]!r}"
                 )
             if len(token_ids) > max_tokens:
                 if overlong == "drop":
@@ -79,11 +78,16 @@ class PromptSet:
         return torch.randperm(len(self), generator=generator).tolist()
 
 
-def check_fields(task: Task, split: str, row: Mapping[str, Any]) -> None:
-    """Names the fields a template or reward asks for and the data does not have."""
+def check_row(task: Task, split: str, index: int, row: Mapping[str, Any]) -> None:
+    """Names the fields a template or reward asks for and a row does not have, or has nothing in."""
     for who, wanted in (("template", task.template.fields()), ("reward", task.reward.required_fields())):
         if missing := sorted(wanted - set(row)):
-            raise ValueError(f"the {who} reads {missing}, but the {split} set has only {sorted(row)}")
+            raise ValueError(f"the {who} reads {missing}, but row {index} of the {split} set has only {sorted(row)}")
+        if absent := sorted(name for name in wanted if row[name] is None):
+            raise ValueError(f"the {who} reads {absent}, but there is nothing in row {index} of the {split} set")
+    fields = task.template.fields()
+    if fields and all(str(row[name]).strip() == "" for name in fields):
+        raise ValueError(f"prompt {index} of the {split} set is empty: {dict(row)}")
 
 
 def prompts_at(prompts: PromptSet, positions: Sequence[int]) -> list[Prompt]:

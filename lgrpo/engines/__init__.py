@@ -1,6 +1,18 @@
 """Where completions come from."""
 
-from lgrpo.engines.base import NoWeightsError, RolloutEngine, Sampling
+from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, RolloutEngine, Sampling
+from lgrpo.engines.ledger import SyncRecord, WeightSyncError
 from lgrpo.engines.transformers import TransformersEngine
+from lgrpo.engines.vllm import VLLMEngine
 
-__all__ = ["NoWeightsError", "RolloutEngine", "Sampling", "TransformersEngine"]
+__all__ = [
+    "BORROWED",
+    "EngineError",
+    "NoWeightsError",
+    "RolloutEngine",
+    "Sampling",
+    "SyncRecord",
+    "TransformersEngine",
+    "VLLMEngine",
+    "WeightSyncError",
+]

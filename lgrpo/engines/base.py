@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from lgrpo.engines.ledger import Sent, SyncRecord
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
+BORROWED = -1
+"""Version of weights an engine holds for the time being only."""
 
-@dataclass(kw_only=True)
+
+@dataclass(kw_only=True, frozen=True)
 class Sampling:
     """How completions are drawn."""
 
@@ -23,6 +29,8 @@ class Sampling:
     """Draw from the k likeliest tokens only; 0: from all. For validation: a truncated draw has no honest ratio."""
     top_p: float = 1.0
     """Draw from the likeliest tokens that make up this mass; 1: from all. For validation, like top_k."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest; 0: none. For validation, like top_k."""
     max_tokens: int = 256
     """Longest completion."""
     stop: list[str] | None = None
@@ -35,6 +43,8 @@ class Sampling:
             raise ValueError(f"sampling.top_k is {self.top_k}; 0 turns it off, 1 and more count tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p is {self.top_p}; it is a mass above 0, at most 1")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling.min_p is {self.min_p}; it is a share from 0 up to, not including, 1")
         if self.max_tokens < 1:
             raise ValueError(f"sampling.max_tokens is {self.max_tokens}; a completion has at least 1 token")
         if any(not s for s in self.stop or []):
@@ -43,7 +53,7 @@ class Sampling:
     @property
     def is_truncated(self) -> bool:
         """Whether tokens are left out of the draw."""
-        return self.top_k > 0 or self.top_p < 1
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class NoWeightsError(RuntimeError):
@@ -56,6 +66,10 @@ class NoWeightsError(RuntimeError):
         )
 
 
+class EngineError(RuntimeError):
+    """An engine could not start or answer."""
+
+
 class RolloutEngine(ABC):
     """Samples completions from the weights it was last given.
 
@@ -63,14 +77,113 @@ class RolloutEngine(ABC):
     of its prompt in the run, index among its siblings), so neither batch, rollout nor rank decides what is sampled.
     """
 
-    @property
-    @abstractmethod
-    def step(self) -> int | None:
-        """Optimizer step of the weights it holds; None before the first ``load_weights``."""
+    can_overlap = False
+    """Whether ``generate`` may run in another thread while the trainer updates."""
+
+    def __init__(self) -> None:
+        self.ledger: list[SyncRecord] = []
+        self.step: int | None = None
+        """Optimizer step of the weights it holds; None where it holds none."""
+        self.version: int | None = None
+        """Which sync brought them; ``BORROWED`` inside ``holding``."""
+        self.num_rollouts: int | None = None
+        """How many rollouts will be sampled from them in all; None where that is not known beforehand."""
+        self.spent = False
+        """Whether all of these are sampled, so that the weights are not needed any more."""
+
+    def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int | None = None) -> SyncRecord:
+        """Takes over a policy's weights, and proves it: the engine's own checksums must equal the policy's.
+
+        Args:
+            weights: Of the policy.
+            step: Its optimizer step.
+            num_rollouts: How many rollouts will be sampled before the next time, where that is known.
+        """
+        version = self.ledger[-1].version + 1 if self.ledger else 0
+        start = time.perf_counter()
+        sent = self._replace(weights, step, version)
+        checksum = sent.compare(self.held_checksums(sent))
+        self.num_rollouts = num_rollouts
+        record = SyncRecord(
+            version=version,
+            step=step,
+            checksum=checksum,
+            num_bytes=sent.num_bytes,
+            seconds=time.perf_counter() - start,
+        )
+        self.ledger.append(record)
+        return record
+
+    @contextmanager
+    def holding(self, weights: PolicyWeights, step: int) -> Iterator[None]:
+        """Other weights for the time being; afterwards exactly those from before. The ledger does not see it."""
+        before = self.state_dict()
+        try:
+            self._replace(weights, step, BORROWED)
+            yield
+        finally:
+            self.load_state_dict(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights it holds, if they are still needed, their step and version, and the ledger: plain containers."""
+        needed = self.step is not None and not self.spent
+        return {
+            "step": self.step,
+            "version": self.version,
+            "num_rollouts": self.num_rollouts,
+            "spent": self.spent,
+            "ledger": [record.as_dict() for record in self.ledger],
+            "config": self.held_config().to_dict() if needed else None,
+            "weights": self.held_weights() if needed else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse: afterwards it samples as it would have."""
+        self.ledger = [SyncRecord(**record) for record in state["ledger"]]
+        self.num_rollouts = state["num_rollouts"]
+        self.forget()
+        if state["weights"] is None:
+            self.step, self.version, self.spent = state["step"], state["version"], state["spent"]
+            return
+        config = AutoConfig.for_model(**state["config"])
+        weights = PolicyWeights(config=config, tensors=lambda: iter(state["weights"].items()))
+        self._replace(weights, state["step"], state["version"])
+
+    def forget(self) -> None:
+        """Holds no weights from now on."""
+        self.step, self.version, self.spent = None, None, False
+
+    def holds(self) -> tuple[int, int]:
+        """Step and version of the weights it can sample from, or an error."""
+        if self.step is None or self.version is None or self.spent:
+            raise NoWeightsError
+        return self.step, self.version
+
+    def rest(self) -> None:  # noqa: B027
+        """The trainer is about to update: whatever memory can be spared is given back until the next call."""
+
+    def _replace(self, weights: PolicyWeights, step: int, version: int) -> Sent:
+        """Puts other weights in; while that lasts, and if it fails, the engine holds none."""
+        self.forget()
+        sent = self.receive(weights, version)
+        self.step, self.version = step, version
+        return sent
 
     @abstractmethod
-    def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int = 1) -> None:
-        """Takes over a policy's weights. ``num_rollouts``: how many rollouts will be sampled before the next time."""
+    def receive(self, weights: PolicyWeights, version: int) -> Sent:
+        """Takes the tensors in, one after another, through ``Sent.through``."""
+
+    @abstractmethod
+    def held_checksums(self, sent: Sent) -> dict[str, int]:
+        """Checksums of the engine's own weights, under the policy's names."""
+
+    @abstractmethod
+    def held_weights(self) -> dict[str, Tensor]:
+        """The engine's own weights, under the policy's names, in memory of their own."""
+
+    @abstractmethod
+    def held_config(self) -> PretrainedConfig:
+        """Architecture of the model it holds."""
 
     @abstractmethod
     def generate(
@@ -84,23 +197,47 @@ class RolloutEngine(ABC):
         """``num_samples`` completions of each prompt, in the order of the prompts."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The weights it holds and their step, in plain containers."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse: afterwards it samples as it would have."""
-
-    @contextmanager
-    def holding(self, weights: PolicyWeights, step: int) -> Iterator[None]:
-        """Other weights for the time being; afterwards exactly those from before."""
-        before = self.state_dict()
-        try:
-            self.load_weights(weights, step)
-            yield
-        finally:
-            self.load_state_dict(before)
-
-    @abstractmethod
     def close(self) -> None:
         """Gives back memory and processes. It can be given weights again afterwards."""
+
+
+def eos_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every token that ends a sequence: the tokenizer's, and those the model's config names."""
+    named = config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+    return {i for i in ids if i is not None}
+
+
+def completion_from(
+    token_ids: list[int],
+    logprobs: list[float],
+    finish_reason: str | None,
+    sampling: Sampling,
+    tokenizer: PreTrainedTokenizerBase,
+    step: int,
+    version: int,
+) -> Completion:
+    """A completion as an engine outside gave it, cut behind the first stop string, refused where it was broken off."""
+    if finish_reason not in ("stop", "length"):
+        raise EngineError(f"a completion was broken off ({finish_reason}) after {len(token_ids)} tokens")
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    if sampling.stop and any(s in text for s in sampling.stop):
+        kept = next(
+            n for n in range(1, len(token_ids) + 1) if any(s in tokenizer.decode(token_ids[:n]) for s in sampling.stop)
+        )
+        token_ids, logprobs, finish_reason = token_ids[:kept], logprobs[:kept], "stop"
+        text = text_before_stop(tokenizer.decode(token_ids, skip_special_tokens=True), sampling.stop)
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        text=text,
+        finish_reason="stop" if finish_reason == "stop" else "length",
+        behaviour_step=step,
+        version=version,
+    )
+
+
+def text_before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    places = [place for s in stop if (place := text.find(s)) >= 0]
+    return text[: min(places)] if places else text

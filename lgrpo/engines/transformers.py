@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from lgrpo.engines.base import NoWeightsError, RolloutEngine, Sampling
-from lgrpo.functional import stream_uniform
+from lgrpo.engines.base import NoWeightsError, RolloutEngine, Sampling, eos_ids, text_before_stop
+from lgrpo.engines.ledger import Sent, WeightSyncError
+from lgrpo.functional import stream_uniform, tensor_checksum
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 
@@ -18,38 +25,57 @@ from lgrpo.types import Completion, PolicyWeights, Prompt
 class TransformersEngine(RolloutEngine):
     """Samples with transformers. For CPUs, small models and tests: it needs nothing else, and is exact."""
 
-    def __init__(self, max_sequences: int = 512, dtype: Literal["float32", "bfloat16"] | None = None) -> None:
+    def __init__(
+        self,
+        max_sequences: int = 512,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
         """
         Args:
             max_sequences: Completions decoded at a time.
             dtype: Of the lagged copy. By default the policy's.
+            trust_remote_code: Let the model's repository run its own code, as for the policy.
         """
+        super().__init__()
         if max_sequences < 1:
             raise ValueError(f"max_sequences is {max_sequences}; at least 1 must be decoded at a time")
         self.max_sequences = max_sequences
         self.dtype = None if dtype is None else getattr(torch, dtype)
+        self.trust_remote_code = trust_remote_code
         self._model: PreTrainedModel | None = None
-        self._step: int | None = None
-
-    @property
-    def step(self) -> int | None:
-        return self._step
 
     @torch.no_grad()
-    def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int = 1) -> None:
-        incoming = dict(weights)
+    def receive(self, weights: PolicyWeights, version: int) -> Sent:
+        sent = Sent(dtype=self.dtype)
+        incoming = dict(sent.through(weights))
         if self._model is None:
             example = next(iter(incoming.values()))
-            dtype = self.dtype or example.dtype
             with torch.device(example.device), torch.random.fork_rng(devices=[]):
-                self._model = AutoModelForCausalLM.from_config(weights.config, dtype=dtype).eval()
+                self._model = AutoModelForCausalLM.from_config(
+                    weights.config, dtype=example.dtype, trust_remote_code=self.trust_remote_code
+                ).eval()
             self._model.requires_grad_(False)
         own = self._model.state_dict()
         if different := own.keys() ^ incoming.keys():
-            raise ValueError(f"the engine's model and the policy differ in their tensors: {sorted(different)[:3]}")
+            raise WeightSyncError(f"the engine's model and the policy differ in their tensors: {sorted(different)[:3]}")
         for name, tensor in incoming.items():
             own[name].copy_(tensor)
-        self._step = step
+        return sent
+
+    def held_checksums(self, sent: Sent) -> dict[str, int]:
+        return {name: tensor_checksum(tensor) for name, tensor in self._held().state_dict().items()}
+
+    def held_weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self._held().state_dict().items()}
+
+    def held_config(self) -> PretrainedConfig:
+        return self._held().config
+
+    def _held(self) -> PreTrainedModel:
+        if self._model is None or self.step is None:
+            raise NoWeightsError
+        return self._model
 
     @torch.inference_mode()
     def generate(
@@ -60,31 +86,19 @@ class TransformersEngine(RolloutEngine):
         seed: int,
         tokenizer: PreTrainedTokenizerBase,
     ) -> list[list[Completion]]:
-        if self._model is None:
-            raise NoWeightsError
+        step, version = self.holds()
+        model = self._held()
         completions: list[list[Completion]] = []
         at_a_time = max(1, self.max_sequences // num_samples)
         for start in range(0, len(prompts), at_a_time):
             chunk = prompts[start : start + at_a_time]
-            flat = _decode(self._model, chunk, num_samples, sampling, seed, tokenizer, self._step or 0)
+            flat = _decode(model, chunk, num_samples, sampling, seed, tokenizer, step, version)
             completions += [flat[i : i + num_samples] for i in range(0, len(flat), num_samples)]
         return completions
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._model is None:
-            return {"step": None}
-        weights = {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
-        return {"step": self._step, "config": self._model.config.to_dict(), "weights": weights}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["step"] is None:
-            self.close()
-            return
-        config = AutoConfig.for_model(**state["config"])
-        self.load_weights(PolicyWeights(config=config, tensors=lambda: iter(state["weights"].items())), state["step"])
-
     def close(self) -> None:
-        self._model, self._step = None, None
+        self.forget()
+        self._model = None
 
 
 class _Row:
@@ -106,9 +120,10 @@ def _decode(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     step: int,
+    version: int,
 ) -> list[Completion]:
     """Completions of all prompts, siblings side by side. Prompts are run once and shared by their siblings."""
-    device, stop, eos = model.device, sampling.stop or [], _eos_ids(model, tokenizer)
+    device, stop, eos = model.device, sampling.stop or [], eos_ids(model.config, tokenizer)
     longest = max(len(p.token_ids) for p in prompts)
     tokens = torch.full((len(prompts), longest), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -159,9 +174,10 @@ def _decode(
         Completion(
             token_ids=row.token_ids,
             logprobs=row.logprobs,
-            text=_cut(text, stop),
+            text=text_before_stop(text, stop),
             finish_reason=row.finish_reason or "length",
             behaviour_step=step,
+            version=version,
         )
         for row, text in zip(rows, texts, strict=True)
     ]
@@ -172,7 +188,8 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     logprobs = torch.log_softmax(logits / sampling.temperature, dim=-1)
     if sampling.is_truncated:
         ordered, order = logprobs.sort(dim=-1, descending=True)
-        keep = torch.ones_like(ordered, dtype=torch.bool)
+        keep = ordered.exp() >= sampling.min_p * ordered[:, :1].exp()
+        ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
         if sampling.top_k:
             keep[:, sampling.top_k :] = False
             ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
@@ -215,16 +232,3 @@ def _record(
         else:
             going_on.append(place)
     return going_on
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token that ends a sequence: the tokenizer's, and those the model's config names."""
-    named = model.config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
-    return {i for i in ids if i is not None}
-
-
-def _cut(text: str, stop: list[str]) -> str:
-    """The text before the first stop string."""
-    places = [place for s in stop if (place := text.find(s)) >= 0]
-    return text[: min(places)] if places else text

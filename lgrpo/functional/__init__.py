@@ -8,10 +8,11 @@ from lgrpo.functional.advantage import (
     leave_one_out,
 )
 from lgrpo.functional.aggregation import constant_sum, sequence_mean, token_mean
+from lgrpo.functional.checksum import combined_checksum, tensor_checksum
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
 from lgrpo.functional.pass_at_k import pass_at_k
-from lgrpo.functional.random import stream_uniform
+from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
     ClipCentre,
     RatioDenominator,
@@ -30,6 +31,7 @@ __all__ = [
     "clip_band",
     "clip_centre",
     "clipped_surrogate",
+    "combined_checksum",
     "constant_sum",
     "group_centred",
     "group_whitened",
@@ -41,7 +43,9 @@ __all__ = [
     "outside_band",
     "pass_at_k",
     "sequence_mean",
+    "stream_seed",
     "stream_uniform",
+    "tensor_checksum",
     "token_logprobs",
     "token_mean",
 ]

@@ -53,7 +53,7 @@ def group_whitened(
     """Centred rewards over the group's standard deviation.
 
     ``eps`` is added to the variance, inside the root (Mroueh et al.), or to the standard deviation, outside it (TRL,
-    with ``unbiased=True``). A group without variance gets 0 either way.
+    with ``unbiased=True``). With ``eps`` above 0, a group without variance gets 0.
 
     >>> import torch
     >>> rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])

@@ -8,7 +8,7 @@ from typing import final
 from lgrpo.rewards.base import Reward
 from lgrpo.types import Completion, Prompt
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 @final
@@ -56,8 +56,8 @@ class NumericMatch(Reward):
 def last_number(text: str) -> float | None:
     """The last number written in a text, thousands separators allowed.
 
-    >>> last_number("12 apples cost $1,340.50."), last_number("none")
-    (1340.5, None)
+    >>> [last_number(text) for text in ("12 apples cost $1,340.50.", "10-4", "so -4", "1,2", "2e3", ".5", "none")]
+    [1340.5, 4.0, -4.0, 2.0, 2000.0, 0.5, None]
     """
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None

@@ -42,7 +42,10 @@ class DatasetTask(Task):
         super().__init__(template, reward)
         if validation is None and not (isinstance(train, str) and _data_file(train) is None):
             raise ValueError("task.validation is missing: a file or a list of rows has no split to validate on")
-        self._sources = {"train": (train, train_split), "validation": (validation or train, validation_split)}
+        self._sources = {
+            "train": (train, train_split),
+            "validation": (train if validation is None else validation, validation_split),
+        }
         self._subset = subset
         self._loaded: dict[str, Sequence[Mapping[str, Any]]] = {}
 

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, RolloutLog, SupervisedWarmStart, ZeroVarianceMask
+from lgrpo import (
+    ClippedLoss,
+    Evaluation,
+    ReferenceRefresh,
+    RolloutCallback,
+    RolloutLog,
+    Sampling,
+    SupervisedWarmStart,
+    ZeroVarianceMask,
+)
 from lgrpo.tasks import SortDigits
 from tests.helpers import LowDigits, build, fit, largest_difference
 
@@ -112,8 +121,8 @@ class TestValidation:
             loss=ClippedLoss(kl_coef=0.001),
             callbacks=[scores, ReferenceRefresh()],
             trainer={"limit_val_batches": 1.0, "num_sanity_val_steps": -1},
+            data={"evaluation": Evaluation(success_reward=0.3)},
         )
-        run.data.evaluation.success_reward = 0.3
         run.trainer.fit(run.module, datamodule=run.data)
         assert len(scores.rows) == 3
         (first, _), (second, gain_2), (third, gain_3) = scores.rows
@@ -122,8 +131,6 @@ class TestValidation:
         assert len({first, second, third}) == 3
 
     def test_its_own_sampling_settings(self):
-        from lgrpo import Evaluation, Sampling
-
         evaluation = Evaluation(
             num_samples=3,
             num_problems=7,

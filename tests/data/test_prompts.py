@@ -69,7 +69,7 @@ def test_every_pass_has_every_prompt_once_in_an_order_of_its_own(tokenizer):
 
 def test_missing_columns_are_named(tokenizer):
     with pytest.raises(
-        ValueError, match=r"template reads \['problem'\], but the train set has only \['answer', 'level'"
+        ValueError, match=r"template reads \['problem'\], but row 0 of the train set has only \['answer', 'level'"
     ):
         PromptSet(in_memory(template=Template(prompt="{problem}")), "train", tokenizer, max_tokens=10)
     with pytest.raises(ValueError, match=r"reward reads \['gold'\], but"):
@@ -80,6 +80,33 @@ def test_an_empty_prompt(tokenizer):
     rows = [*ROWS[:2], {"question": "  ", "answer": "", "level": 0}]
     with pytest.raises(ValueError, match="prompt 2 of the train set is empty"):
         PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10)
+
+
+def test_rows_are_checked_one_by_one(tokenizer):
+    def prompts(*rows, prompt="{question}>"):
+        return PromptSet(in_memory([ROWS[0], *rows], Template(prompt=prompt)), "train", tokenizer, max_tokens=10)
+
+    with pytest.raises(ValueError, match=r"template reads \['question'\], but row 1 of the train set has only"):
+        prompts({"answer": "1", "level": 0})
+    with pytest.raises(ValueError, match=r"reads \['question'\], but there is nothing in row 1"):
+        prompts({"question": None, "answer": "1"})
+    with pytest.raises(ValueError, match=r"reward reads \['answer'\], but there is nothing in row 1"):
+        prompts({"question": "1", "answer": None})
+    with pytest.raises(ValueError, match="prompt 1 of the train set is empty"):
+        prompts({"question": " ", "answer": "1"})
+
+
+def test_a_pad_token_in_a_chat_is_no_harm(tokenizer):
+    """Some tokenizers pad with the token that ends a turn."""
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}>"
+    prompts = PromptSet(in_memory(template=Template(chat=True)), "train", tokenizer, max_tokens=10)
+    assert tokenizer.pad_token_id in prompts.at(0).token_ids
+
+
+def test_an_empty_validation_set_is_not_the_training_set():
+    with pytest.raises(ValueError, match="the validation set is empty"):
+        DatasetTask(ExactMatch(), train=ROWS, validation=[]).rows("validation")
 
 
 def test_a_prompt_longer_than_the_context(tokenizer):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lgrpo import Prompt, Sampling, TransformersEngine
-from lgrpo.engines import NoWeightsError
+from lgrpo.engines import NoWeightsError, WeightSyncError
 from lgrpo.engines.transformers import draw
 from tests.helpers import tiny_policy
 
@@ -95,6 +95,7 @@ def test_truncation_keeps_the_likeliest_and_renormalises():
     assert kept(top_p=0.81) == {0: 0.526, 1: 0.316, 2: 0.158}
     assert kept(top_k=3, top_p=0.5) == {0: 1.0}
     assert kept(top_p=1e-9) == {0: 1.0}
+    assert kept(min_p=0.35) == {0: 0.625, 1: 0.375}
 
 
 def test_a_token_of_no_probability_is_never_drawn():
@@ -166,7 +167,7 @@ def test_state_survives_a_checkpoint(policy, engine, tmp_path):
 def test_another_model_is_refused(engine):
     other = tiny_policy(config={**dict(tiny_policy().settings), "num_hidden_layers": 2})
     other.build()
-    with pytest.raises(ValueError, match=r"differ in their tensors: \['model\.layers\.1"):
+    with pytest.raises(WeightSyncError, match=r"differ in their tensors: \['model\.layers\.1"):
         engine.load_weights(other.weights(), step=4)
 
 

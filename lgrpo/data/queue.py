@@ -1,0 +1,64 @@
+"""Rollouts that are sampled and not yet trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from lgrpo.types import RolloutBatch
+
+
+class RolloutQueue:
+    """Rollouts by their index: ready ones, and at most one batch of them being sampled in the background."""
+
+    def __init__(self, sample: Callable[[range], list[RolloutBatch]], in_background: bool) -> None:
+        """
+        Args:
+            sample: Samples and scores the rollouts of a range.
+            in_background: In a thread, while the trainer goes on.
+        """
+        self._sample = sample
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts") if in_background else None
+        self._ready: dict[int, RolloutBatch] = {}
+        self._pending: Future[list[RolloutBatch]] | None = None
+        self._asked = range(0)
+
+    def __contains__(self, rollout: int) -> bool:
+        return rollout in self._ready or (self._pending is not None and rollout in self._asked)
+
+    def ask(self, rollouts: range) -> None:
+        """Has rollouts sampled: now, or in the background."""
+        self.wait()
+        if self._executor is None:
+            self._keep(self._sample(rollouts))
+        else:
+            self._asked = rollouts
+            self._pending = self._executor.submit(self._sample, rollouts)
+
+    def wait(self) -> None:
+        """Until nothing is being sampled. An error of the sampling surfaces here."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._keep(pending.result())
+
+    def take(self, rollout: int) -> RolloutBatch:
+        """Hands a rollout over, for good."""
+        if rollout not in self._ready:
+            self.wait()
+        return self._ready.pop(rollout)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What is ready. What is being sampled is sampled again after a resume, from the same weights."""
+        return [batch.state_dict() for _, batch in sorted(self._ready.items())]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        self._keep([RolloutBatch.from_state_dict(batch) for batch in state])
+
+    def close(self) -> None:
+        """Stops the thread, without waiting for what it is at."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _keep(self, batches: list[RolloutBatch]) -> None:
+        self._ready |= {batch.rollout: batch for batch in batches}

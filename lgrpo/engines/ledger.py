@@ -1,0 +1,69 @@
+"""The record of every sync: which weights an engine holds, and how it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lgrpo.functional import combined_checksum, tensor_checksum
+from lgrpo.types import PolicyWeights
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the weights it was given."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncRecord:
+    """One sync, as it was verified."""
+
+    version: int
+    """Counts the syncs of a run, from 0. Every completion carries the version that sampled it."""
+    step: int
+    """Optimizer step of the weights."""
+    checksum: str
+    """Of all weights, as the engine reports them."""
+    num_bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class Sent:
+    """What went to an engine, noted while it passes: names, shapes and checksums in the engine's own precision."""
+
+    dtype: torch.dtype | None = None
+    """Precision of the engine; None: the policy's."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def through(self, weights: PolicyWeights) -> Iterator[tuple[str, Tensor]]:
+        """The weights one at a time, each in memory of its own, refused where it is not finite."""
+        for name, tensor in weights:
+            tensor = tensor.detach()
+            cast = tensor.to(self.dtype or tensor.dtype, copy=True)
+            if not bool(cast.sum().isfinite()):
+                raise WeightSyncError(f"the policy's {name} is not finite: an engine would sample from noise, silently")
+            self.checksums[name] = tensor_checksum(cast)
+            self.shapes[name] = tuple(cast.shape)
+            self.num_bytes += cast.numel() * cast.element_size()
+            yield name, cast
+
+    def compare(self, held: Mapping[str, int]) -> str:
+        """The checksum of what the engine holds, or an error that names the first tensor that differs."""
+        for name, checksum in self.checksums.items():
+            if name not in held:
+                raise WeightSyncError(f"the engine does not report {name}, which it was given")
+            if held[name] != checksum:
+                raise WeightSyncError(
+                    f"the engine's {name} differs from the policy's after the sync (checksum {held[name]:016x}, "
+                    f"expected {checksum:016x})"
+                )
+        return combined_checksum(self.checksums)

@@ -1,0 +1,104 @@
+"""The weights inside vLLM, read back under the policy's names.
+
+vLLM fuses q, k and v into one tensor, and gate and up into another; on a CPU it packs linear layers so that their
+parameters look empty. These functions run where vLLM's model is: in this process, or in a server's worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lgrpo.functional import tensor_checksum
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+Layout = dict[str, list[tuple[str, int]]]
+"""vLLM's name of a tensor → the policy's tensors in it, each with its number of rows, from the top."""
+
+
+def engine_layout(shapes: Mapping[str, Sequence[int]]) -> Layout:
+    """Where each of the policy's tensors lies in vLLM.
+
+    >>> engine_layout({"l.k_proj.weight": (2, 4), "l.q_proj.weight": (4, 4), "norm.weight": (4,)})
+    {'l.qkv_proj.weight': [('l.q_proj.weight', 4), ('l.k_proj.weight', 2)], 'norm.weight': [('norm.weight', 4)]}
+    """
+    layout: Layout = {}
+    place = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
+    orders: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        pieces = name.split(".")
+        part = next((p for p in pieces if p in place), None)
+        fused, order = place[part] if part else ("", 0)
+        engine_name = ".".join(fused if p == part else p for p in pieces) if part else name
+        layout.setdefault(engine_name, []).append((name, int(shape[0])))
+        orders.setdefault(engine_name, []).append(order)
+    return {
+        name: [parts[j] for j in sorted(range(len(parts)), key=orders[name].__getitem__)]
+        for name, parts in layout.items()
+    }
+
+
+@torch.no_grad()
+def read_tensor(model: nn.Module, name: str) -> Tensor:
+    """One of vLLM's tensors as it is used: through the kernel where it is packed, without a vocabulary's padding."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensor = getattr(module, leaf)
+    kernel = getattr(module, "cpu_linear", None)
+    if leaf == "weight" and kernel is not None:
+        width = int(tensor.shape[1] if tensor.numel() else module.input_size_per_partition)  # type: ignore[arg-type]
+        tensor = kernel(torch.eye(width, dtype=tensor.dtype), tensor, None).t()  # exact: 1 · w + 0
+    rows = getattr(module, "org_vocab_size", None)
+    return tensor if rows is None else tensor[:rows]
+
+
+def read_parts(model: nn.Module, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the layout under the policy's name for it."""
+    for name, parts in layout.items():
+        try:
+            tensor = read_tensor(model, name)
+        except AttributeError as error:
+            raise LookupError(f"vLLM's {type(model).__name__} has no {name}") from error
+        rows = [count for _, count in parts]
+        if tensor.shape[0] != sum(rows):
+            names = [part for part, _ in parts]
+            raise LookupError(f"vLLM's {name} has {tensor.shape[0]} rows, but {names} were given {sum(rows)}")
+        for (part, _), piece in zip(parts, tensor.split(rows), strict=True):
+            yield part, piece
+
+
+def uncovered(model: nn.Module, layout: Layout) -> list[str]:
+    """Weights of vLLM's model that no tensor of the policy reaches."""
+    with_weight = [
+        name for name, module in model.named_modules() if isinstance(getattr(module, "weight", None), Tensor)
+    ]
+    return [f"{name}.weight" for name in with_weight if f"{name}.weight" not in layout]
+
+
+def checksums(model: nn.Module, layout: Layout) -> dict[str, int]:
+    """Checksums of vLLM's own weights, under the policy's names."""
+    if missing := uncovered(model, layout):
+        raise LookupError(f"vLLM's {missing[0]} was not among the weights it was given")
+    return {name: tensor_checksum(tensor) for name, tensor in read_parts(model, layout)}
+
+
+class WeightReport:
+    """Worker extension of a vLLM server: tells which weights its worker holds.
+
+    Give it to a server of your own: ``--worker-extension-cls lgrpo.engines.vllm_weights.WeightReport``.
+    """
+
+    def lgrpo_set_version(self, version: int) -> bool:
+        self._lgrpo_version = version
+        return True
+
+    def lgrpo_version(self) -> int | None:
+        return getattr(self, "_lgrpo_version", None)
+
+    def lgrpo_checksums(self, layout: dict) -> dict[str, str]:
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        plain = {name: [(part, rows) for part, rows in parts] for name, parts in layout.items()}
+        return {name: f"{value:016x}" for name, value in checksums(model, plain).items()}
