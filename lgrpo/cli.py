@@ -194,6 +194,8 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=r"LightningCLI's args parameter")
     warnings.filterwarnings("ignore", message=r"Be aware that when using `ckpt_path`")
     warnings.filterwarnings("ignore", message=r"You called `self\.log.*no logger configured")
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log.*sync_dist=True")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 

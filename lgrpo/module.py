@@ -271,4 +271,4 @@ class GRPOModule(L.LightningModule):
         if fitting:  # with the sanity check, whose figures Lightning would drop: they are the starting point of the run
             self._to_loggers(figures, self.global_step)
         if not self.trainer.sanity_checking:
-            self.log_dict(figures, logger=not fitting)
+            self.log_dict(figures, logger=not fitting)  # reduced over ranks already

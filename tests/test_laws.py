@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lgrpo import ClippedLoss, ReferenceRefresh, RolloutBatch, RolloutCallback, ZeroVarianceMask
+from lgrpo.engines import EngineError
 from lgrpo.losses import PolicyLogprobs, SequenceMean, TokenMean
 from tests.helpers import a_batch, build, fit, largest_difference
 
@@ -85,6 +86,15 @@ class TestAhead:
         assert [bool(batch.loss_mask.any()) for batch in run.recorder.rollouts] == [True, True, False, False]
         assert [row["train/step_skipped"] for row in run.logged] == [0, 0, 0, 0, 1, 1, 1, 1]
         assert max(row["train/lag_max"] for row in run.logged[:4]) <= 4
+
+    def test_a_spent_engine_does_not_sample(self):
+        """When all rollouts of a cycle are sampled, its weights may be gone: asking for more is an error."""
+        run = fit(v=2, rollouts=4)
+        engine = run.data.engine
+        assert engine.spent
+        assert engine.state_dict()["weights"] is None
+        with pytest.raises(EngineError, match="waits for the next sync"):
+            engine.generate([], 2, run.data.sampling, 0, run.data.tokenizer)
 
     def test_the_ledger_has_every_sync(self, tmp_path):
         run = fit(v=3, i=2, rollouts=7, trainer={"default_root_dir": str(tmp_path), "limit_val_batches": 1.0})

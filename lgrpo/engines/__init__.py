@@ -4,6 +4,7 @@ from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, RolloutEng
 from lgrpo.engines.ledger import SyncRecord, WeightSyncError
 from lgrpo.engines.transformers import TransformersEngine
 from lgrpo.engines.vllm import VLLMEngine
+from lgrpo.engines.vllm_server import VLLMServerEngine
 
 __all__ = [
     "BORROWED",
@@ -14,5 +15,6 @@ __all__ = [
     "SyncRecord",
     "TransformersEngine",
     "VLLMEngine",
+    "VLLMServerEngine",
     "WeightSyncError",
 ]

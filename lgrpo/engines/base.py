@@ -155,7 +155,9 @@ class RolloutEngine(ABC):
 
     def holds(self) -> tuple[int, int]:
         """Step and version of the weights it can sample from, or an error."""
-        if self.step is None or self.version is None or self.spent:
+        if self.spent:
+            raise EngineError("every rollout of this cycle is sampled: the engine waits for the next sync")
+        if self.step is None or self.version is None:
             raise NoWeightsError
         return self.step, self.version
 

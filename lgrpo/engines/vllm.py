@@ -184,7 +184,7 @@ class VLLMEngine(RolloutEngine):
         """An engine of that architecture, with no weights yet."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of harmless things at every sync
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self.options.setdefault("distributed_executor_backend", "external_launcher")
         vllm = import_vllm()
@@ -213,8 +213,10 @@ class VLLMEngine(RolloutEngine):
             try:
                 return vllm.LLM(model=folder, **arguments)
             except Exception as error:
-                if not initialised and torch.distributed.is_initialized():
-                    torch.distributed.destroy_process_group()
+                if not initialised:  # it leaves process groups behind, which the next start would trip over
+                    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+                    cleanup_dist_env_and_memory()
                 raise EngineError(explain(error, config)) from error
 
     def _on_model(self, function: Any) -> Any:
@@ -236,10 +238,8 @@ class VLLMEngine(RolloutEngine):
                 self._llm.enqueue(requests, parameters, use_tqdm=False)
                 while engine.has_unfinished_requests():
                     if time.monotonic() > deadline:
-                        unfinished = engine.get_num_unfinished_requests()
-                        raise EngineError(
-                            f"{unfinished} of {len(requests)} prompts unanswered after {self.timeout:g} s"
-                        )
+                        left, total = engine.get_num_unfinished_requests(), sum(p.n for p in parameters)
+                        raise EngineError(f"vLLM had {left} of {total} completions unfinished after {self.timeout:g} s")
                     finished += [output for output in engine.step() if output.finished]
             except BaseException:  # what is left inside would make the next generation wait for ever
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)

@@ -91,12 +91,13 @@ class WeightReport:
     Give it to a server of your own: ``--worker-extension-cls lgrpo.engines.vllm_weights.WeightReport``.
     """
 
-    def lgrpo_set_version(self, version: int) -> bool:
-        self._lgrpo_version = version
-        return True
+    _lgrpo_version: int | None = None
 
-    def lgrpo_version(self) -> int | None:
-        return getattr(self, "_lgrpo_version", None)
+    def lgrpo_set_version(self, version: int) -> None:
+        self._lgrpo_version = version
+
+    def lgrpo_version(self) -> dict[str, int | None]:
+        return {"version": self._lgrpo_version}
 
     def lgrpo_checksums(self, layout: dict) -> dict[str, str]:
         model = self.model_runner.get_model()  # type: ignore[attr-defined]

@@ -18,6 +18,8 @@ _SUMS = (
     "kl_reference",
     "entropy",
     "lag",
+    "fresh_tokens",
+    "mismatch",
 )
 
 
@@ -32,7 +34,7 @@ class StepMetrics(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.add_state("sums", default=torch.zeros(len(_SUMS), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("maxima", default=torch.full((3,), -torch.inf, dtype=torch.float64), dist_reduce_fx="max")
+        self.add_state("maxima", default=torch.full((4,), -torch.inf, dtype=torch.float64), dist_reduce_fx="max")
 
     @torch.no_grad()
     def update(
@@ -50,8 +52,11 @@ class StepMetrics(Metric):
     ) -> None:
         """Adds a micro-batch. [B, T] tensors count where ``mask`` is set; ``log_ratio`` is log π_θ/π_α."""
         live = mask.any(1)
-        ratio, log_ratio = ratio[mask].double(), log_ratio[mask].double()
+        all_log_ratios, ratio, log_ratio = log_ratio, ratio[mask].double(), log_ratio[mask].double()
         kl_behaviour = log_ratio.exp() - 1 - log_ratio  # k3 of KL(π_α ‖ π_θ): tokens are α's own
+        mismatch = (
+            all_log_ratios[mask & (lag == 0)[:, None]].double().abs()
+        )  # α is π_θ there, computed by another engine
         values = (
             loss.double(),
             mask.sum(),
@@ -64,10 +69,13 @@ class StepMetrics(Metric):
             torch.zeros(()) if kl_reference is None else kl_reference[mask].sum(),
             entropy[mask].sum(),
             lag[live].sum(),
+            mismatch.numel(),
+            mismatch.sum(),
         )
-        self.sums += torch.stack([value.to(self.sums) for value in values])
+        self.sums += torch.stack([torch.as_tensor(value).to(self.sums) for value in values])
         if len(ratio):
-            largest = torch.stack([ratio.max(), -ratio.min(), lag[live].max().double()])
+            worst = mismatch.max() if len(mismatch) else ratio.new_tensor(-torch.inf)
+            largest = torch.stack([ratio.max(), -ratio.min(), lag[live].max().double(), worst])
             self.maxima = torch.maximum(self.maxima, largest)
 
     def compute(self) -> dict[str, float]:
@@ -76,7 +84,10 @@ class StepMetrics(Metric):
         if not total["tokens"]:
             return figures
         mean = {name: total[name] / total["tokens"] for name in _SUMS}
-        ratio_max, minus_ratio_min, lag_max = self.maxima.tolist()
+        ratio_max, minus_ratio_min, lag_max, mismatch_max = self.maxima.tolist()
+        if total["fresh_tokens"]:
+            figures["engine_mismatch_mean"] = total["mismatch"] / total["fresh_tokens"]
+            figures["engine_mismatch_max"] = mismatch_max
         return figures | {
             "lag": total["lag"] / total["sequences"],
             "lag_max": lag_max,

@@ -1,0 +1,154 @@
+"""One vLLM server: a process of ours or an address of the user's, spoken to over HTTP with deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from lgrpo.engines.base import EngineError
+
+
+class VLLMServer:
+    """Where a vLLM server listens, and how to ask it something. Nothing here waits for ever."""
+
+    def __init__(self, url: str, api_key: str | None, process: subprocess.Popen | None = None, log: Path | None = None):
+        self.url = url.rstrip("/")
+        self.api_key = api_key
+        self.process = process
+        self.log = log
+
+    @classmethod
+    def start(cls, folder: Path, log: Path, flags: Mapping[str, Any], environment: Mapping[str, str]) -> VLLMServer:
+        """Starts a server of the model in ``folder`` on the loopback address, behind a key of its own."""
+        port, api_key = _free_port(), secrets.token_urlsafe(32)
+        arguments = {"model": folder, "host": "127.0.0.1", "port": port, **flags}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in arguments.items():
+            if value is True:
+                command.append(f"--{name.replace('_', '-')}")
+            elif value is not None and value is not False:
+                command += [f"--{name.replace('_', '-')}", str(value)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, "VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        return cls(f"http://127.0.0.1:{port}", api_key, process, log)
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Until it answers, or an error that shows why it will not."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self.check_process()
+            try:
+                if requests.get(f"{self.url}/health", timeout=2).ok:
+                    return
+            except requests.RequestException:
+                pass
+            if self.process is None and time.monotonic() > deadline - timeout + 10:
+                break  # a server that should be running already
+            time.sleep(0.2)
+        raise EngineError(f"no vLLM server answers at {self.url}{self._tail()}")
+
+    def check_process(self) -> None:
+        """An error, with the end of its log, if our process has ended."""
+        if self.process is not None and (code := self.process.poll()) is not None:
+            raise EngineError(f"the vLLM server at {self.url} ended with exit code {code}{self._tail()}")
+
+    def call(self, method: str, path: str, timeout: float, **arguments: Any) -> Any:
+        """One request. Its answer as JSON, or an error that says what is wrong with which server."""
+        self.check_process()
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        try:
+            answer = requests.request(method, self.url + path, headers=headers, timeout=timeout, **arguments)
+        except requests.Timeout as error:
+            raise EngineError(f"the vLLM server at {self.url} did not answer {path} within {timeout:g} s") from error
+        except requests.RequestException as error:
+            time.sleep(0.5)  # a process that just died shows it now
+            self.check_process()
+            raise EngineError(f"the vLLM server at {self.url} is gone, or broke off {path}{self._tail()}") from error
+        if answer.status_code == 401:
+            raise EngineError(f"the vLLM server at {self.url} refused the API key")
+        if not answer.ok:
+            raise EngineError(
+                f"the vLLM server at {self.url} answered {path} with {answer.status_code}: {_short(answer)}"
+            )
+        return answer.json() if answer.content else None
+
+    def rpc(self, method: str, timeout: float, **arguments: Any) -> Any:
+        """Calls a method of the server's worker."""
+        body = {"method": method, "kwargs": arguments, "timeout": timeout}
+        results = self.call("POST", "/collective_rpc", timeout, json=body)["results"]
+        return results[0]
+
+    def close(self) -> None:
+        """Ends our process, and what it started."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # with a request in flight it would never end
+                self.process.wait(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _tail(self) -> str:
+        if self.log is None or not self.log.exists():
+            return ""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        telling = [line for line in lines if "Error" in line][-3:] or lines[-5:]
+        return ". Its log says:\n  " + "\n  ".join(line.strip()[:300] for line in telling) if telling else ""
+
+
+class RequireKey:
+    """Middleware of a server we start: every route wants the key, the ones that change weights too."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.expected = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self.expected):
+                await send({"type": "http.response.start", "status": 401, "headers": []})
+                await send({"type": "http.response.body", "body": b"wrong or missing key"})
+                return
+        await self.app(scope, receive, send)
+
+
+def _short(answer: requests.Response) -> str:
+    try:
+        body = answer.json()
+        message = body.get("error", body) if isinstance(body, dict) else body
+        return str(message.get("message", message) if isinstance(message, dict) else message)[:300]
+    except ValueError:
+        return answer.text[:300]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

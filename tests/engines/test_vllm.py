@@ -1,0 +1,229 @@
+"""Real vLLM in the process of the tests. One engine serves them all: it takes seconds to start."""
+
+from __future__ import annotations
+
+import random
+import sys
+from itertools import chain
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from lgrpo import Prompt, Sampling, TransformersEngine
+from lgrpo.engines import EngineError, NoWeightsError, VLLMEngine, WeightSyncError
+from lgrpo.types import PolicyWeights
+from tests.helpers import fit, largest_difference, tiny_policy
+
+TEXTS = ("12>", "3456789>", "0>", "98>")
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def policy():
+    torch.manual_seed(0)
+    policy = tiny_policy()
+    policy.build()
+    return policy
+
+
+def prompts(policy, *texts):
+    return [
+        Prompt(text=t, token_ids=policy.tokenizer(t).input_ids, row={}, position=10 + i) for i, t in enumerate(texts)
+    ]
+
+
+def disturb(policy, scale=0.3):
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(scale * torch.randn_like(p))
+
+
+def as_ids(groups):
+    return [[c.token_ids for c in group] for group in groups]
+
+
+def mismatch(policy, questions, groups, temperature=1.0):
+    """Largest difference of a token's log-probability between engine and policy."""
+    worst = 0.0
+    for prompt, group in zip(questions, groups, strict=True):
+        for c in group:
+            tokens = torch.tensor([prompt.token_ids + c.token_ids])
+            mask = torch.arange(tokens.shape[1])[None] >= len(prompt.token_ids)
+            expected, _ = policy(tokens, mask, temperature)
+            worst = max(worst, float((expected[mask] - torch.tensor(c.logprobs)).detach().abs().max()))
+    return worst
+
+
+class TestBeforeItRuns:
+    def test_without_vllm_the_message_names_the_extra(self, policy, monkeypatch):
+        monkeypatch.setitem(sys.modules, "vllm", None)
+        with pytest.raises(EngineError, match=r"pip install 'lgrpo\[vllm\]'"):
+            VLLMEngine().load_weights(policy.weights(), 0)
+
+    def test_a_model_vllm_cannot_serve(self):
+        config = {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 1, "n_head": 1, "n_positions": 32}
+        old = tiny_policy(config=config, attention="eager")
+        old.build()
+        with pytest.raises(EngineError, match=r"vLLM cannot serve OpenAIGPTLMHeadModel"):
+            VLLMEngine().load_weights(old.weights(), 0)
+
+    def test_no_memory_for_the_cache(self, policy):
+        with pytest.raises(EngineError, match=r"no memory for the KV cache.*kv_cache_gib"):
+            VLLMEngine(kv_cache_gib=1e-6).load_weights(policy.weights(), 0)
+
+    def test_no_weights_before_the_first_sync(self, policy):
+        with pytest.raises(NoWeightsError, match="WeightSync"):
+            VLLMEngine().generate(prompts(policy, "1>"), 2, Sampling(), 0, policy.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def engine(policy):
+    engine = VLLMEngine()
+    engine.load_weights(policy.weights(), step=3)
+    yield engine
+    engine.close()
+
+
+def test_logprobs_agree_before_and_after_a_sync(policy, engine):
+    questions = prompts(policy, *TEXTS)
+    for step in (3, 4):
+        for temperature in (0.5, 1.0, 1.7):
+            sampling = Sampling(temperature=temperature, max_tokens=12)
+            groups = engine.generate(questions, 5, sampling, 0, policy.tokenizer)
+            assert mismatch(policy, questions, groups, temperature) <= TOLERANCE
+            assert {c.behaviour_step for c in chain(*groups)} == {step}
+        disturb(policy)
+        if step == 3:
+            stale = engine.generate(questions, 5, Sampling(max_tokens=12), 0, policy.tokenizer)
+            assert mismatch(policy, questions, stale) > 0.05, "the policy moved, the engine did not"
+            record = engine.load_weights(policy.weights(), step=4)
+            assert (record.version, record.step) == (1, 4)
+    engine.load_weights(policy.weights(), step=5)
+    assert [r.version for r in engine.ledger] == [0, 1, 2]
+
+
+def test_what_it_holds_is_what_it_was_given_to_the_bit(policy, engine):
+    held = engine.held_weights()
+    assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
+    assert held.keys() == dict(policy.weights()).keys()
+
+
+def test_neither_batch_nor_order_decides_what_is_sampled(policy, engine):
+    sampling, questions = Sampling(max_tokens=10), prompts(policy, *TEXTS)
+    together = as_ids(engine.generate(questions, 4, sampling, 7, policy.tokenizer))
+    backwards = as_ids(engine.generate(questions[::-1], 4, sampling, 7, policy.tokenizer))[::-1]
+    alone = [as_ids(engine.generate([q], 4, sampling, 7, policy.tokenizer))[0] for q in questions]
+    assert together == backwards == alone
+    assert together != as_ids(engine.generate(questions, 4, sampling, 8, policy.tokenizer))
+    assert len({tuple(ids) for ids in together[1]}) > 1
+
+
+def test_stop_strings(policy, engine):
+    questions = prompts(policy, *TEXTS)
+    plain = engine.generate(questions, 8, Sampling(max_tokens=20), 0, policy.tokenizer)
+    stopped = engine.generate(questions, 8, Sampling(max_tokens=20, stop=["7", "31"]), 0, policy.tokenizer)
+    cut = 0
+    for a, b in zip(chain(*plain), chain(*stopped), strict=True):
+        assert a.token_ids[: len(b.token_ids)] == b.token_ids
+        assert not any(s in b.text for s in ("7", "31"))
+        cut += len(b.token_ids) < len(a.token_ids)
+    assert cut > 0
+
+
+def test_other_weights_for_the_time_being(policy, engine):
+    questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=8)
+    before, step, syncs = engine.generate(questions, 4, sampling, 0, policy.tokenizer), engine.step, len(engine.ledger)
+    other = tiny_policy()
+    other.build()
+    with engine.holding(other.weights(), step=99):
+        borrowed = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
+        assert mismatch(other, questions, borrowed) <= TOLERANCE
+    assert engine.generate(questions, 4, sampling, 0, policy.tokenizer) == before
+    assert (engine.step, len(engine.ledger)) == (step, syncs)
+
+
+def test_a_difference_names_the_tensor(policy, engine):
+    """Something happens to the weights between their arrival and the check."""
+    check = engine.held_checksums
+
+    def damaged(sent):
+        engine._on_model(lambda model: model.model.layers[0].post_attention_layernorm.weight.data.mul_(1.5))
+        return check(sent)
+
+    engine.held_checksums = damaged
+    try:
+        with pytest.raises(WeightSyncError, match=r"layers\.0\.post_attention_layernorm\.weight differs"):
+            engine.load_weights(policy.weights(), step=6)
+    finally:
+        engine.held_checksums = check
+    engine.load_weights(policy.weights(), step=6)
+
+
+def test_weights_that_are_not_finite_are_refused(policy, engine):
+    other = tiny_policy()
+    other.build()
+    with torch.no_grad():
+        other.model.model.norm.weight[3] = float("nan")
+    with pytest.raises(WeightSyncError, match=r"the policy's model\.norm\.weight is not finite"):
+        engine.load_weights(other.weights(), step=7)
+    with pytest.raises(NoWeightsError):
+        engine.generate(prompts(policy, "1>"), 2, Sampling(max_tokens=4), 0, policy.tokenizer)
+    engine.load_weights(policy.weights(), step=7)
+
+
+def test_a_missing_part_of_a_fused_tensor(policy, engine):
+    """vLLM itself takes a q and a v without their k, and samples from uninitialised memory."""
+
+    def without_k():
+        return ((name, tensor) for name, tensor in policy.weights() if "k_proj" not in name)
+
+    with pytest.raises(WeightSyncError, match=r"k_proj|qkv_proj"):
+        engine.load_weights(PolicyWeights(config=policy.model.config, tensors=without_k), step=8)
+    engine.load_weights(policy.weights(), step=8)
+    questions = prompts(policy, *TEXTS)
+    groups = engine.generate(questions, 4, Sampling(max_tokens=8), 0, policy.tokenizer)
+    assert mismatch(policy, questions, groups) <= TOLERANCE
+
+
+def test_a_prompt_longer_than_it_takes(policy, engine):
+    with pytest.raises(ValueError, match=r"exceed vLLM's max_model_len of 32: '0000"):
+        engine.generate(prompts(policy, "0" * 30), 2, Sampling(max_tokens=4), 0, policy.tokenizer)
+
+
+def test_a_deadline_and_an_engine_that_works_afterwards(policy, engine):
+    questions = prompts(policy, *TEXTS)
+    engine.timeout, before = 0.0, engine.timeout
+    with pytest.raises(EngineError, match="16 of 16 completions unfinished after 0 s"):
+        engine.generate(questions, 4, Sampling(max_tokens=8), 0, policy.tokenizer)
+    engine.timeout = before
+    assert len(engine.generate(questions, 4, Sampling(max_tokens=8), 0, policy.tokenizer)) == 4
+
+
+def test_the_trainers_state_is_left_alone(policy, engine):
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = (torch.rand(3).tolist(), random.random())
+    torch.manual_seed(5)
+    random.seed(5)
+    threads, hook = torch.get_num_threads(), sys.excepthook
+    engine.load_weights(policy.weights(), step=9)
+    engine.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer)
+    assert (torch.rand(3).tolist(), random.random()) == expected
+    assert (torch.get_num_threads(), sys.excepthook) == (threads, hook)
+
+
+def test_a_whole_run(engine):
+    """v = 4: the lags of the embedded engine, a mismatch of rounding only, and the same samples ahead."""
+    settings = {"v": 4, "rollouts": 8, "trainer": {"limit_val_batches": 1.0, "num_sanity_val_steps": -1}}
+    embedded = fit(**settings, data={"engine": TransformersEngine()})
+    runs = [fit(**settings, data={"engine": engine, "generate_ahead": ahead}) for ahead in (False, True)]
+    for run in runs:
+        assert run.recorder.lags == embedded.recorder.lags == [0, 1, 2, 3] * 2
+        fresh = [row for row in run.logged if row["train/lag"] == 0]
+        assert all(row["train/engine_mismatch_max"] <= TOLERANCE for row in fresh)
+        assert max(row["train/ratio_max"] for row in run.logged) > 1.001
+    for a, b in zip(*(run.recorder.rollouts for run in runs), strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+    assert largest_difference(runs[0].weights, runs[1].weights) <= 1e-5

@@ -1,0 +1,157 @@
+"""Real vLLM servers in processes of their own: how they sample, how they are synced, and how they fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import requests
+import torch
+
+pytest.importorskip("vllm")
+
+from lgrpo import Sampling
+from lgrpo.engines import EngineError, VLLMServerEngine, WeightSyncError
+from lgrpo.engines.server import VLLMServer
+from tests.engines.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
+from tests.helpers import fit, tiny_policy
+
+
+@pytest.fixture(scope="module")
+def policy():
+    torch.manual_seed(0)
+    policy = tiny_policy()
+    policy.build()
+    return policy
+
+
+@pytest.fixture(scope="module")
+def engine(policy):
+    engine = VLLMServerEngine(num_servers=2, timeout=60)
+    engine.load_weights(policy.weights(), step=3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def running(engine, monkeypatch):
+    """The first server, as one the user runs: its address, and its key in the environment."""
+    monkeypatch.setenv("LGRPO_VLLM_API_KEY", engine.servers[0].api_key)
+    return [engine.servers[0].url]
+
+
+def test_logprobs_agree_before_and_after_a_sync_on_every_server(policy, engine):
+    questions = prompts(policy, *TEXTS)
+    for step in (3, 4):
+        groups = engine.generate(questions, 5, Sampling(max_tokens=12), 0, policy.tokenizer)
+        assert mismatch(policy, questions, groups) <= TOLERANCE
+        assert {(c.behaviour_step, c.version) for group in groups for c in group} == {(step, step - 3)}
+        if step == 3:
+            disturb(policy)
+            stale = engine.generate(questions, 5, Sampling(max_tokens=12), 0, policy.tokenizer)
+            assert mismatch(policy, questions, stale) > 0.05
+            engine.load_weights(policy.weights(), step=4)
+
+
+def test_samples_do_not_depend_on_the_server(policy, engine):
+    questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=10)
+    forwards = as_ids(engine.generate(questions, 4, sampling, 7, policy.tokenizer))
+    backwards = as_ids(engine.generate(questions[1:] + questions[:1], 4, sampling, 7, policy.tokenizer))
+    assert forwards == backwards[-1:] + backwards[:-1]
+
+
+def test_the_files_are_the_behaviour_policy(policy, engine):
+    held = engine.state_dict()["weights"]
+    assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
+    assert oct(engine._folder.stat().st_mode)[-3:] == "700"
+
+
+def test_every_route_wants_the_key(engine):
+    url = engine.servers[0].url
+    for method, path in (("POST", "/collective_rpc"), ("POST", "/pause"), ("GET", "/v1/models")):
+        assert requests.request(method, url + path, json={}, timeout=10).status_code == 401
+    with pytest.raises(EngineError, match="refused the API key"):
+        VLLMServer(url, "a wrong key").call("GET", "/v1/models", 10)
+    assert url.startswith("http://127.0.0.1:")
+
+
+def test_a_whole_run_that_samples_while_it_trains(engine):
+    run = fit(v=4, rollouts=8, data={"engine": engine})
+    assert run.recorder.lags == [0, 1, 2, 3] * 2
+    assert all(row["train/engine_mismatch_max"] <= TOLERANCE for row in run.logged if row["train/lag"] == 0)
+    lead = fit(v=1, rollouts=6, data={"engine": engine, "lead": 1})
+    assert lead.recorder.lags == [0, 1, 1, 1, 1, 1]
+    exact = fit(v=1, rollouts=4, data={"engine": engine})
+    assert exact.recorder.lags == [0] * 4
+
+
+def test_a_server_that_runs_already(policy, engine, running):
+    for step in (6, 7):
+        engine.load_weights(policy.weights(), step)
+    other = VLLMServerEngine(urls=running, seeded=True)
+    record = other.load_weights(policy.weights(), step=8)
+    assert record.version == 0
+    groups = other.generate(prompts(policy, *TEXTS), 3, Sampling(max_tokens=6), 0, policy.tokenizer)
+    assert mismatch(policy, prompts(policy, *TEXTS), groups) <= TOLERANCE
+    other.close()
+    assert engine.servers[0].process.poll() is None, "a server of the user's is left running"
+    with pytest.raises(EngineError, match="holds version 0 of the weights, not"):
+        engine.generate(prompts(policy, *TEXTS), 3, Sampling(max_tokens=6), 0, policy.tokenizer)
+    engine.load_weights(policy.weights(), step=9)
+
+
+def test_a_server_with_another_model(policy, running):
+    with pytest.raises(EngineError, match=r"serves \['policy'\], not 'other'"):
+        VLLMServerEngine(urls=running, served_model_name="other").load_weights(policy.weights(), 0)
+    larger = tiny_policy(config={**dict(policy.settings), "num_hidden_layers": 2})
+    larger.build()
+    with pytest.raises(WeightSyncError, match="the sync failed"):
+        VLLMServerEngine(urls=running).load_weights(larger.weights(), 0)
+
+
+def test_recovered_after_that(policy, engine):
+    for server in engine.servers:
+        server.call("POST", "/resume", 30)
+    engine.load_weights(policy.weights(), step=10)
+    questions = prompts(policy, *TEXTS)
+    groups = engine.generate(questions, 3, Sampling(max_tokens=6), 0, policy.tokenizer)
+    assert mismatch(policy, questions, groups) <= TOLERANCE
+
+
+def test_a_server_that_is_down(policy):
+    with pytest.raises(EngineError, match=r"no vLLM server answers at http://127\.0\.0\.1:9"):
+        VLLMServerEngine(urls=["http://127.0.0.1:9"], start_timeout=1).load_weights(policy.weights(), 0)
+
+
+def test_a_prompt_that_is_too_long(policy, engine):
+    with pytest.raises(ValueError, match="exceed vLLM's max_model_len of 32"):
+        engine.generate(prompts(policy, "0" * 30), 2, Sampling(max_tokens=4), 0, policy.tokenizer)
+    body = {"model": "policy", "prompt": [2] * 40, "max_tokens": 4}
+    with pytest.raises(EngineError, match="answered /v1/completions with 400"):
+        engine.servers[0].call("POST", "/v1/completions", 30, json=body)
+
+
+def test_a_server_that_hangs_then_dies_in_the_middle(policy, engine):
+    """Last: afterwards one of the two is dead."""
+    questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=20)
+    process = engine.servers[0].process
+    os.killpg(process.pid, signal.SIGSTOP)
+    engine.sync_timeout, before = 2.0, engine.sync_timeout
+    with pytest.raises(EngineError, match="did not answer /collective_rpc within 2 s"):
+        engine.generate(questions, 4, sampling, 0, policy.tokenizer)
+    engine.sync_timeout = before
+    threading.Timer(1.0, lambda: os.killpg(process.pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=r"ended with exit code -9|is gone"):
+        engine.generate(questions, 4, sampling, 0, policy.tokenizer)
+    assert time.monotonic() - start < 30
+
+
+def test_no_memory_for_the_cache(policy):
+    engine = VLLMServerEngine(kv_cache_gib=1e-6)
+    with pytest.raises(EngineError, match=r"ended with exit code 1\. Its log says(.|\n)*(KV cache|memory)"):
+        engine.load_weights(policy.weights(), 0)
+    engine.close()
