@@ -21,7 +21,7 @@ class ReferenceRefresh(RolloutCallback):
             raise ValueError(f"reference_refresh.period is {period}; it counts rollouts, 1 or more")
         if not 0 <= decay < 1:
             raise ValueError(f"reference_refresh.decay is {decay}; it is a share from 0 up to, not including, 1")
-        self.period = period
+        self.period = None if period is None else int(period)
         self.decay = decay
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

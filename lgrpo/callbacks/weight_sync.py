@@ -26,7 +26,7 @@ class WeightSync(RolloutCallback):
         """
         if period is not None and period < 1:
             raise ValueError(f"weight_sync.period is {period}; it counts rollouts, 1 or more")
-        self.period = period
+        self.period = None if period is None else int(period)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         others = [c for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]

@@ -9,12 +9,12 @@ from itertools import chain
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from lgrpo import Prompt, Sampling, TransformersEngine
 from lgrpo.engines import EngineError, NoWeightsError, VLLMEngine, WeightSyncError
 from lgrpo.types import PolicyWeights
 from tests.helpers import fit, largest_difference, tiny_policy
+
+pytest.importorskip("vllm")
 
 TEXTS = ("12>", "3456789>", "0>", "98>")
 TOLERANCE = 1e-4

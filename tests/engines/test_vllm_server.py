@@ -11,13 +11,13 @@ import pytest
 import requests
 import torch
 
-pytest.importorskip("vllm")
-
 from lgrpo import Sampling
 from lgrpo.engines import EngineError, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.server import VLLMServer
 from tests.engines.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
 from tests.helpers import fit, tiny_policy
+
+pytest.importorskip("vllm")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,100 @@
+"""vLLM on a GPU: sleep mode, syncs in bfloat16, a server on the same card. ``pytest tests/gpu -s``."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from lgrpo import CausalPolicy, Prompt, Sampling
+from lgrpo.engines import VLLMEngine, VLLMServerEngine
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    torch.manual_seed(0)
+    policy = CausalPolicy(config=CONFIG, characters="0123456789>")
+    policy.build()
+    return policy.cuda()
+
+
+def prompts(count=16):
+    return [Prompt(text="…", token_ids=[2 + (i + j) % 10 for j in range(20)], row={}, position=i) for i in range(count)]
+
+
+def mean_mismatch(policy, questions, groups):
+    total, count = 0.0, 0
+    for prompt, group in zip(questions, groups, strict=True):
+        for c in group:
+            tokens = torch.tensor([prompt.token_ids + c.token_ids], device="cuda")
+            mask = torch.arange(tokens.shape[1], device="cuda")[None] >= len(prompt.token_ids)
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+                expected, _ = policy(tokens, mask, 1.0)
+            total += float((expected[mask].cpu() - torch.tensor(c.logprobs)).abs().sum())
+            count += len(c.token_ids)
+    return total / count
+
+
+def disturb(policy):
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.5)
+
+
+def test_in_process_with_sleep_mode(policy):
+    engine = VLLMEngine(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=256, seeded=True)
+    questions, sampling = prompts(), Sampling(max_tokens=64)
+    engine.load_weights(policy.weights(), step=0, num_rollouts=2)
+    first = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
+    assert mean_mismatch(policy, questions, first) < 0.05
+    awake = torch.cuda.mem_get_info()[0]
+    engine.rest()
+    assert torch.cuda.mem_get_info()[0] - awake > 20 * 2**30, "sleeping gives the memory back"
+    held = engine.state_dict()["weights"]
+    assert all(torch.equal(held[name], tensor.to(torch.bfloat16)) for name, tensor in policy.weights())
+    engine.rest()
+    assert engine.generate(questions, 4, sampling, 0, policy.tokenizer) == first, "asleep at level 1, the weights stay"
+    engine.spent = True
+    engine.rest()
+    disturb(policy)
+    record = engine.load_weights(policy.weights(), step=2)
+    groups = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
+    assert record.version == 1
+    assert mean_mismatch(policy, questions, groups) < 0.1
+    for seeded in (True, False, True, False):
+        engine._is_seeded = seeded
+        start = time.perf_counter()
+        engine.generate(prompts(64), 8, Sampling(max_tokens=200), 1, policy.tokenizer)
+        print(f"seeded {seeded}: 512 x 200 tokens in {time.perf_counter() - start:.2f} s")
+    engine.close()
+
+
+def test_a_server_on_the_same_card(policy):
+    engine = VLLMServerEngine(dtype="bfloat16", gpu_memory_utilization=0.2, max_model_len=256)
+    try:
+        questions, sampling = prompts(), Sampling(max_tokens=64)
+        for step in range(2):
+            record = engine.load_weights(policy.weights(), step)
+            groups = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
+            print(record, mean_mismatch(policy, questions, groups))
+            assert mean_mismatch(policy, questions, groups) < 0.1
+            disturb(policy)
+        assert mean_mismatch(policy, questions, groups) > 0.1
+    finally:
+        engine.close()
