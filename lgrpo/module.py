@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.functional import kl_divergence
-from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss
-from lgrpo.metrics import PassAtK, StepMetrics
+from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
+from lgrpo.metrics import Amplification, StepMetrics
 from lgrpo.policy import CausalPolicy
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
 
@@ -49,12 +49,8 @@ class GRPOModule(L.LightningModule):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.step_metrics = StepMetrics()
-        self.pass_at_k = PassAtK()
-        self.reference_pass_at_k = PassAtK()
-        self._policy_score: tuple[int, float] | None = None  # (optimizer step, pass@1) of the last validation
-        self._reference_score: float | None = None
-        self._proximal: dict[int, Tensor] = {}
-        self._proximal_rollout = -1
+        self.amplification = Amplification()
+        self.proximal = ProximalMemory()
         self._update_started = 0.0
         self._step_is_empty = False
 
@@ -78,7 +74,7 @@ class GRPOModule(L.LightningModule):
     @property
     def wants_reference_score(self) -> bool:
         """Whether there is a reference whose pass@1 is not known."""
-        return self.reference is not None and self._reference_score is None
+        return self.reference is not None and not self.amplification.knows_reference
 
     @torch.no_grad()
     def policy_logprobs(self, batch: RolloutBatch) -> Tensor:
@@ -106,8 +102,7 @@ class GRPOModule(L.LightningModule):
             raise RuntimeError("there is no reference to refresh: the loss has no KL term (kl_coef is 0)")
         for own, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
-        known = self._policy_score is not None and self._policy_score[0] == self.global_step and decay == 0
-        self._reference_score = self._policy_score[1] if known and self._policy_score is not None else None
+        self.amplification.reference_moved(self.global_step, copied=decay == 0)
 
     # Lightning's hooks
 
@@ -125,8 +120,8 @@ class GRPOModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
-        self._proximal, self._proximal_rollout = {}, -1
-        self._policy_score = self._reference_score = None
+        self.proximal = ProximalMemory()
+        self.amplification.forget()
         precision = str(self.trainer.precision)
         if precision in ("bf16-true", "16-true") or precision.startswith("transformer-engine"):
             raise ValueError(
@@ -183,9 +178,7 @@ class GRPOModule(L.LightningModule):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        self.pass_at_k.update(batch.correct)
-        if batch.reference_correct is not None:
-            self.reference_pass_at_k.update(batch.reference_correct)
+        self.amplification.update(batch.correct, batch.reference_correct)
 
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
@@ -197,24 +190,18 @@ class GRPOModule(L.LightningModule):
         self._log_pass_at_k("test")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = {
-            "policy_score": self._policy_score,
-            "reference_score": self._reference_score,
-            "proximal_rollout": self._proximal_rollout,
-        }
-        ranks: list[Any] = [self._proximal] * self.trainer.world_size
+        ranks: list[Any] = [self.proximal.state_dict()] * self.trainer.world_size
         if self.trainer.world_size > 1:
-            torch.distributed.all_gather_object(ranks, self._proximal)
-        checkpoint["grpo"] = state | {"proximal": ranks}
+            torch.distributed.all_gather_object(ranks, ranks[0])
+        checkpoint["grpo"] = {"scores": self.amplification.scores(), "proximal": ranks}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["grpo"]
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return  # scores of another evaluation's settings would mislead
-        self._policy_score, self._reference_score = state["policy_score"], state["reference_score"]
+        state = checkpoint["grpo"]
+        self.amplification.load_scores(state["scores"])
         if len(state["proximal"]) == self.trainer.world_size:
-            self._proximal_rollout = state["proximal_rollout"]
-            self._proximal = state["proximal"][self.trainer.global_rank]
+            self.proximal.load_state_dict(state["proximal"][self.trainer.global_rank])
 
     # Inside a step
 
@@ -225,23 +212,8 @@ class GRPOModule(L.LightningModule):
         if self.reference is not None:
             with torch.no_grad():
                 reference, _ = self.reference(*arguments)
-        proximal = self._proximal_logprobs(batch, policy.detach()) if self.loss.needs_proximal else None
+        proximal = self.proximal.logprobs(batch, policy.detach()) if self.loss.needs_proximal else None
         return PolicyLogprobs(policy=policy, proximal=proximal, reference=reference, entropy=entropy)
-
-    def _proximal_logprobs(self, batch: RolloutBatch, policy: Tensor) -> Tensor:
-        """log π_k: what the policy says on the first pass over a rollout, remembered by row for the later ones."""
-        if batch.proximal_logprobs is not None:
-            return batch.proximal_logprobs
-        if batch.rollout != self._proximal_rollout:
-            self._proximal, self._proximal_rollout = {}, batch.rollout
-        rows = batch.rows.tolist()
-        proximal = torch.zeros_like(policy)
-        for i, row in enumerate(rows):
-            mask = batch.completion_mask[i]
-            if row not in self._proximal:
-                self._proximal[row] = policy[i][mask].cpu()
-            proximal[i, mask] = self._proximal[row].to(proximal)
-        return proximal
 
     def _publish(self, figures: dict[str, float]) -> None:
         """To the loggers, and to callbacks that monitor a figure; row s tells of the step from s to s + 1.
@@ -258,15 +230,7 @@ class GRPOModule(L.LightningModule):
             logger.save()
 
     def _log_pass_at_k(self, prefix: str) -> None:
-        scores = {k: float(value) for k, value in self.pass_at_k.compute().items()}
-        self._policy_score = (self.global_step, scores[1])
-        if self.reference_pass_at_k.update_called:
-            self._reference_score = float(self.reference_pass_at_k.compute()[1])
-        self.pass_at_k.reset()
-        self.reference_pass_at_k.reset()
-        figures = {f"{prefix}/pass@{k}": score for k, score in scores.items()}
-        if self._reference_score is not None:
-            figures[f"{prefix}/pass@1_over_reference"] = scores[1] - self._reference_score
+        figures = {f"{prefix}/{name}": value for name, value in self.amplification.compute(self.global_step).items()}
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting:  # with the sanity check, whose figures Lightning would drop: they are the starting point of the run
             self._to_loggers(figures, self.global_step)

@@ -181,7 +181,7 @@ class TestSameGradient:
             order = torch.cat([group[torch.randperm(4)] for group in torch.arange(len(batch)).split(4)])
             return [batch.select(order)]
 
-        monkeypatch.setattr(run.data._queue, "_sample", shuffled)
+        monkeypatch.setattr(run.data, "sample", shuffled)
         run.trainer.fit(run.module, datamodule=run.data)
         assert not torch.equal(plain.recorder.rollouts[0].tokens, run.recorder.rollouts[0].tokens)
         for a, b in zip(plain.recorder.gradients, run.recorder.gradients, strict=True):

@@ -5,7 +5,7 @@ from lgrpo.data.collate import collate_rollout
 from lgrpo.data.datamodule import RolloutDataModule
 from lgrpo.data.evaluation import Evaluation
 from lgrpo.data.prompts import PromptSet
-from lgrpo.data.queue import RolloutQueue
+from lgrpo.data.schedule import RolloutSchedule
 
 __all__ = [
     "Evaluation",
@@ -13,6 +13,6 @@ __all__ = [
     "PromptSet",
     "RolloutBuffer",
     "RolloutDataModule",
-    "RolloutQueue",
+    "RolloutSchedule",
     "collate_rollout",
 ]

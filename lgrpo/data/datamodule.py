@@ -24,10 +24,10 @@ from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.collate import collate_rollout
 from lgrpo.data.evaluation import Evaluation, pair_up
 from lgrpo.data.prompts import PromptSet, prompts_at
-from lgrpo.data.queue import RolloutQueue
+from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.data.totals import fill_totals
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
-from lgrpo.hooks import Stage, call_rollout_end, call_rollout_start, call_stage, policy_owner
+from lgrpo.hooks import Stage, call_rollout_end, call_stage, policy_owner
 from lgrpo.rewards import checked_rewards
 from lgrpo.tasks import Task
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
@@ -99,7 +99,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.behaviour_logprobs: Literal["engine", "policy"] = behaviour_logprobs
         self.advantage = copy.deepcopy(advantage)  # the default is one object for all
         self.evaluation = evaluation
-        self.generate_ahead = generate_ahead
         self.lead = int(lead)
         self.max_lag = max_lag
         self.overlong_prompts: Literal["error", "drop"] = overlong_prompts
@@ -107,11 +106,16 @@ class RolloutDataModule(L.LightningDataModule):
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.train_prompts: PromptSet | None = None
         self.validation_prompts: PromptSet | None = None
-        self._queue = RolloutQueue(self.sample, self.engine.can_overlap)
+        self.schedule = RolloutSchedule(
+            self.engine,
+            lambda rollouts: self.sample(rollouts),
+            self.rollouts_per_epoch,
+            reuse=self.reuse,
+            lead=self.lead,
+            generate_ahead=generate_ahead,
+        )
         self._rollout: RolloutBatch | None = None
         self._pieces: list[RolloutBatch] = []
-        self._started = -1
-        self._cycle_end: int | None = 0
         self._handed_over: float | None = None
 
     # What Lightning asks for
@@ -129,12 +133,8 @@ class RolloutDataModule(L.LightningDataModule):
                 )
         if stage == "fit":
             self._check_sizes(trainer)
-            self._queue.close()
-            self._queue = RolloutQueue(self.sample, self.engine.can_overlap)
-            self._rollout, self._started = (
-                None,
-                trainer.global_step // self.reuse - 1,
-            )  # nothing of an earlier fit stays
+            self.schedule.reset(trainer)
+            self._rollout = None  # nothing of an earlier fit stays
             self.train_prompts = PromptSet(
                 self.task,
                 "train",
@@ -165,17 +165,12 @@ class RolloutDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """On every rank the rollout at hand and those in the queue; the engine's weights: what the next step needs."""
-        own = {
-            "rollout": self._rollout and self._rollout.state_dict(),
-            "queue": self._queue.state_dict(),
-            "started": self._started,
-            "cycle_end": self._cycle_end,
-        }
+        own = {"rollout": self._rollout and self._rollout.state_dict(), "schedule": self.schedule.state_dict()}
         world_size = self._trainer.world_size
         ranks: list[Any] = [own] * world_size
         if world_size > 1:
             torch.distributed.all_gather_object(ranks, own)
-        self._queue.wait()
+        self.schedule.wait()
         engine = self.engine.state_dict()
         self.engine.rest()
         return {"ranks": ranks, "engine": engine}
@@ -190,8 +185,7 @@ class RolloutDataModule(L.LightningDataModule):
                 "a rollout in the middle of its passes cannot be dealt anew"
             )
         own = state["ranks"][trainer.global_rank]
-        self._started, self._cycle_end = own["started"], own["cycle_end"]
-        self._queue.load_state_dict(own["queue"])
+        self.schedule.load_state_dict(own["schedule"])
         if own["rollout"] is not None:
             self._hold(RolloutBatch.from_state_dict(own["rollout"]))
         self.engine.load_state_dict(state["engine"])
@@ -211,9 +205,7 @@ class RolloutDataModule(L.LightningDataModule):
         if self._rollout is None or self._rollout.rollout != rollout:
             self._hold(self._prepare(rollout))  # last: a half-made rollout must never reach a checkpoint
             call_stage(self._trainer, "update")
-            following = rollout + self.lead + 1
-            if self.engine.can_overlap and self._cycle_end is not None and following < self._end_of_cycle(following):
-                self._ask(following)
+            self.schedule.overlap(self._trainer, rollout)
         return self._pieces
 
     def sample(self, rollouts: range) -> list[RolloutBatch]:
@@ -243,9 +235,6 @@ class RolloutDataModule(L.LightningDataModule):
                     rollout=rollout,
                 )
                 batches.append(batch)
-        if self._cycle_end is not None and rollouts.stop >= self._cycle_end:
-            self.engine.spent = True
-        self.engine.rest()
         for batch in batches:
             batch.metrics = {
                 "time/generate": generating.seconds / len(batches),
@@ -256,10 +245,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _prepare(self, rollout: int) -> RolloutBatch:
         """Rollout k as it will be trained on: sampled, masked, its denominators known."""
         trainer, start = self._trainer, time.perf_counter()
-        sync_seconds = self._start(rollout + self.lead)
-        if rollout not in self._queue:  # an interrupt came between its hooks and its samples
-            self._ask(rollout)
-        batch = self._queue.take(rollout)
+        batch, sync_seconds = self.schedule.take(trainer, rollout)
         self._refuse_old(batch)
         call_rollout_end(trainer, batch)
         now = time.perf_counter()
@@ -274,42 +260,6 @@ class RolloutDataModule(L.LightningDataModule):
         if self.behaviour_logprobs == "policy":
             self._recompute_logprobs(batch)
         return batch
-
-    def _start(self, last: int) -> float:
-        """Begins every rollout up to ``last`` that has not begun: its hooks, then its samples. Seconds of the hooks."""
-        seconds = 0.0
-        for rollout in range(self._started + 1, min(last + 1, self._end_of_run())):
-            self._queue.wait()  # a sync must not meet a generation
-            version = self.engine.version
-            with self._stage("sync") as syncing:
-                call_rollout_start(self._trainer, rollout)
-            self._started = rollout
-            seconds += syncing.seconds
-            if self.engine.version != version:
-                count = self.engine.num_rollouts
-                self._cycle_end = None if count is None else rollout + count
-            self._ask(rollout)
-        return seconds
-
-    def _ask(self, rollout: int) -> None:
-        """Has a rollout sampled, and with ``generate_ahead`` all that follow it up to the next sync."""
-        if rollout not in self._queue:
-            end = self._end_of_cycle(rollout) if self.generate_ahead else rollout + 1
-            self._queue.ask(range(rollout, max(end, rollout + 1)))
-
-    def _end_of_cycle(self, rollout: int) -> int:
-        """The first rollout that the weights at hand will not sample, as far as that is known."""
-        cycle_end = rollout + 1 if self._cycle_end is None else self._cycle_end
-        return min(cycle_end, self._end_of_run())
-
-    def _end_of_run(self) -> int:
-        """The first rollout that will not be trained on."""
-        trainer, ends = self._trainer, []
-        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-            ends.append(trainer.max_epochs * self.rollouts_per_epoch())
-        if trainer.max_steps >= 0:
-            ends.append(-(-trainer.max_steps // self.reuse))
-        return max(min(ends, default=2**62), trainer.global_step // self.reuse + 1)
 
     def _refuse_old(self, batch: RolloutBatch) -> None:
         """Takes completions out of the loss that would be older than ``max_lag`` at the rollout's last pass."""
@@ -342,7 +292,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _evaluate(self) -> EvaluationBatch:
         """Samples of this rank's problems from the current policy, and from a reference not yet measured."""
         trainer, module = self._trainer, policy_owner(self._trainer)
-        self._queue.wait()  # the engine is about to hold other weights
+        self.schedule.wait()  # the engine is about to hold other weights
         call_stage(trainer, "validate")
         correct = self._correct(module.policy_weights())
         reference = self._correct(module.reference_weights()) if module.wants_reference_score else None
@@ -383,7 +333,7 @@ class RolloutDataModule(L.LightningDataModule):
     @contextmanager
     def _stage(self, stage: Stage) -> Iterator[_Seconds]:
         """Announces a stage, unless it runs behind the trainer's back, and measures it."""
-        if stage == "sync" or not self.engine.can_overlap:
+        if not self.engine.can_overlap:
             call_stage(self._trainer, stage)
         watch = _Seconds()
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from lgrpo.losses.aggregation import Aggregation, ConstantSum, SequenceMean, TokenMean
 from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
 from lgrpo.losses.clipped import ClippedLoss
+from lgrpo.losses.proximal import ProximalMemory
 
 __all__ = [
     "Aggregation",
@@ -11,6 +12,7 @@ __all__ = [
     "LossOutput",
     "PolicyLogprobs",
     "PolicyLoss",
+    "ProximalMemory",
     "SequenceMean",
     "TokenMean",
 ]
