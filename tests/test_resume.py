@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -120,3 +121,18 @@ def test_a_warm_start_makes_the_scores_before_it_void():
     run.trainer.fit(run.module, datamodule=run.data)
     assert float(run.trainer.callback_metrics["val/pass@1"]) > 0.1
     assert float(run.trainer.callback_metrics["val/pass@1_over_reference"]) == 0
+
+
+def test_from_inside_gradient_accumulation(tmp_path):
+    """The gradients of the first micro-batch are not in a checkpoint: the step is made again from its start."""
+
+    class SaveInside(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 5 and batch_idx % 2 == 0:
+                trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    arguments = settings(tmp_path, ClippedLoss(kl_coef=0.1))
+    straight = fit(**arguments | {"callbacks": [*arguments["callbacks"], SaveInside()]})
+    resumed = fit(**settings(tmp_path, ClippedLoss(kl_coef=0.1)), ckpt_path=str(tmp_path / "inside.ckpt"))
+    assert resumed.recorder.lags == straight.recorder.lags[5:]
+    assert largest_difference(straight.weights, resumed.weights) == 0
