@@ -19,7 +19,8 @@ def plan(config: Namespace) -> str:
     completions = prompts * group
     longest = data.sampling.max_tokens
     micro_batches = trainer.accumulate_grad_batches
-    num_ranks = max(1, trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
+    devices = str(trainer.devices)
+    num_ranks = max(1, int(devices) if devices.isdecimal() else 1) * trainer.num_nodes
     ranks = "1 device" if num_ranks == 1 else f"each of {num_ranks} devices"
     piece = completions / micro_batches / num_ranks
     rows = [

@@ -136,13 +136,14 @@ def test_an_existing_run_folder_is_not_touched(finished, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
 
 
-def test_validate_a_checkpoint(finished, capsys):
+@pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])
+def test_evaluate_a_checkpoint(finished, capsys, command, prefix):
     run, _ = finished
     checkpoint = f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
-    main(["validate", *with_base("demo.yaml"), *QUICK, checkpoint])
+    main([command, *with_base("demo.yaml"), *QUICK, checkpoint])
     trained = read_series(run)["val/pass@1"][-1][1]
     printed = capsys.readouterr().out
-    assert "val/pass@1" in printed
+    assert f"{prefix}/pass@1" in printed
     assert f"{trained:.4f}"[:6] in printed
 
 
