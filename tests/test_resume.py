@@ -76,12 +76,14 @@ class Hit(RolloutCallback):
         self._hit(trainer, "in validation")
 
 
+@pytest.mark.parametrize("v", [1, 3])
 @pytest.mark.parametrize("moment", ["inside a step", "between hooks", "after sampling", "in validation", "an error"])
-def test_an_interrupt_or_an_error_loses_nothing(tmp_path, moment, caplog):
+def test_an_interrupt_or_an_error_loses_nothing(tmp_path, moment, v):
     """Weights and every row of the log are those of a run that nothing happened to."""
 
     def run(folder, *hits, ckpt_path=None):
         arguments = settings(folder, ClippedLoss(0.05, 0.05, centre="proximal", kl_coef=0.1))
+        arguments["v"] = v
         arguments["callbacks"] = [*hits, *arguments["callbacks"], GracefulInterrupt()]
         logger = CSVLogger(str(folder), name="metrics")
         arguments["trainer"] |= {"logger": logger, "log_every_n_steps": 1, "limit_val_batches": 1.0}

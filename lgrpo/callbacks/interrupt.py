@@ -66,7 +66,13 @@ class GracefulInterrupt(RolloutCallback):
         if self._busy or not started or not alone_with_an_error:
             return
         path = self._folder(trainer) / "last.ckpt"
-        trainer.save_checkpoint(path)
+        try:
+            trainer.save_checkpoint(path)
+        except Exception as error:  # the first error is the one to see
+            rank_zero_info(
+                f"Stopped after optimizer step {trainer.global_step}; no checkpoint could be written: {error}"
+            )
+            return
         rank_zero_info(
             f"Stopped after optimizer step {trainer.global_step}; nothing is lost, the checkpoint is {path}. To go on, "
             f"give the same command with --run {trainer.default_root_dir} --ckpt_path last (in Python: trainer.fit(…, "

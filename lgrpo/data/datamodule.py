@@ -165,12 +165,12 @@ class RolloutDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """On every rank the rollout at hand and those in the queue; the engine's weights: what the next step needs."""
+        self.schedule.wait()  # else weights might be spent on a rollout that is in neither
         own = {"rollout": self._rollout and self._rollout.state_dict(), "schedule": self.schedule.state_dict()}
         world_size = self._trainer.world_size
         ranks: list[Any] = [own] * world_size
         if world_size > 1:
             torch.distributed.all_gather_object(ranks, own)
-        self.schedule.wait()
         engine = self.engine.state_dict()
         self.engine.rest()
         return {"ranks": ranks, "engine": engine}
@@ -205,7 +205,7 @@ class RolloutDataModule(L.LightningDataModule):
         if self._rollout is None or self._rollout.rollout != rollout:
             self._hold(self._prepare(rollout))  # last: a half-made rollout must never reach a checkpoint
             call_stage(self._trainer, "update")
-            self.schedule.overlap(self._trainer, rollout)
+            self.schedule.handed_over(self._trainer, rollout)
         return self._pieces
 
     def sample(self, rollouts: range) -> list[RolloutBatch]:
@@ -245,7 +245,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _prepare(self, rollout: int) -> RolloutBatch:
         """Rollout k as it will be trained on: sampled, masked, its denominators known."""
         trainer, start = self._trainer, time.perf_counter()
-        batch, sync_seconds = self.schedule.take(trainer, rollout)
+        batch, sync_seconds = self.schedule.get(trainer, rollout)
         self._refuse_old(batch)
         call_rollout_end(trainer, batch)
         now = time.perf_counter()

@@ -12,13 +12,17 @@ from lgrpo.types import RolloutBatch
 class RolloutQueue:
     """Rollouts by their index: ready ones, and at most one batch of them being sampled in the background."""
 
-    def __init__(self, sample: Callable[[range], list[RolloutBatch]], in_background: bool) -> None:
+    def __init__(
+        self, sample: Callable[[range], list[RolloutBatch]], sampled: Callable[[range], None], in_background: bool
+    ) -> None:
         """
         Args:
             sample: Samples and scores the rollouts of a range.
+            sampled: Told when they are in the queue, where an interrupt cannot lose them any more.
             in_background: In a thread, while the trainer goes on.
         """
         self._sample = sample
+        self._sampled = sampled
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts") if in_background else None
         self._ready: dict[int, RolloutBatch] = {}
         self._pending: Future[list[RolloutBatch]] | None = None
@@ -32,6 +36,7 @@ class RolloutQueue:
         self.wait()
         if self._executor is None:
             self._keep(self._sample(rollouts))
+            self._sampled(rollouts)
         else:
             self._asked = rollouts
             self._pending = self._executor.submit(self._sample, rollouts)
@@ -41,12 +46,17 @@ class RolloutQueue:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._keep(pending.result())
+            self._sampled(self._asked)
 
-    def take(self, rollout: int) -> RolloutBatch:
-        """Hands a rollout over, for good."""
+    def get(self, rollout: int) -> RolloutBatch:
+        """A rollout. It stays in the queue until ``drop``: what goes wrong before it is trained on does not lose it."""
         if rollout not in self._ready:
             self.wait()
-        return self._ready.pop(rollout)
+        return self._ready[rollout]
+
+    def drop(self, last: int) -> None:
+        """Rollouts up to ``last`` are in other hands now."""
+        self._ready = {k: batch for k, batch in self._ready.items() if k > last}
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What is ready. What is being sampled is sampled again after a resume, from the same weights."""

@@ -33,25 +33,26 @@ class RolloutSchedule:
         self.reuse = reuse
         self.lead = lead
         self.generate_ahead = generate_ahead
-        self._queue = RolloutQueue(self._sample, engine.can_overlap)
+        self._queue = RolloutQueue(sample, self._sampled, engine.can_overlap)
         self._started = -1
         self._cycle_end: int | None = 0
 
     def reset(self, trainer: L.Trainer) -> None:
         """Forgets the rollouts of an earlier fit."""
         self._queue.close()
-        self._queue = RolloutQueue(self._sample, self.engine.can_overlap)
+        self._queue = RolloutQueue(self.sample, self._sampled, self.engine.can_overlap)
         self._started = trainer.global_step // self.reuse - 1
 
-    def take(self, trainer: L.Trainer, rollout: int) -> tuple[RolloutBatch, float]:
+    def get(self, trainer: L.Trainer, rollout: int) -> tuple[RolloutBatch, float]:
         """Rollout k, sampled by now, and the seconds its hooks took."""
         seconds = self._start(trainer, rollout + self.lead)
         if rollout not in self._queue:  # an interrupt came between its hooks and its samples
             self._ask(trainer, rollout)
-        return self._queue.take(rollout), seconds
+        return self._queue.get(rollout), seconds
 
-    def overlap(self, trainer: L.Trainer, rollout: int) -> None:
-        """While rollout k trains, has the next one sampled in the background, where the same weights sample it."""
+    def handed_over(self, trainer: L.Trainer, rollout: int) -> None:
+        """Rollout k is about to train: the next one is sampled in the background, where the same weights sample it."""
+        self._queue.drop(rollout)
         following = rollout + self.lead + 1
         if (
             self.engine.can_overlap
@@ -93,11 +94,9 @@ class RolloutSchedule:
             end = self._end_of_cycle(trainer, rollout) if self.generate_ahead else rollout + 1
             self._queue.ask(range(rollout, max(end, rollout + 1)))
 
-    def _sample(self, rollouts: range) -> list[RolloutBatch]:
-        batches = self.sample(rollouts)
+    def _sampled(self, rollouts: range) -> None:
         self.engine.spent = self._cycle_end is not None and rollouts.stop >= self._cycle_end
         self.engine.rest()
-        return batches
 
     def _end_of_cycle(self, trainer: L.Trainer, rollout: int) -> int:
         """The first rollout that the weights at hand will not sample, as far as that is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -225,12 +226,10 @@ class VLLMServerEngine(RolloutEngine):
         for server in self.servers:
             server.close()
         self.servers = []
+        atexit.unregister(self.close)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-    def __del__(self) -> None:
-        self.close()
 
     # Inside
 
@@ -278,6 +277,7 @@ class VLLMServerEngine(RolloutEngine):
             vllm = import_vllm()
             on_cpu = vllm.platforms.current_platform.is_cpu()
             self._is_seeded = on_cpu if self.seeded is None else self.seeded
+            atexit.register(self.close)  # whatever ends the run ends its servers
             servers = [self._start(folder, dtype, on_cpu, index) for index in range(self.num_servers)]
         try:
             for server in servers:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import requests
@@ -155,3 +158,20 @@ def test_no_memory_for_the_cache(policy):
     with pytest.raises(EngineError, match=r"ended with exit code 1\. Its log says(.|\n)*(KV cache|memory)"):
         engine.load_weights(policy.weights(), 0)
     engine.close()
+
+
+def test_a_run_that_fails_leaves_no_server_behind(tmp_path):
+    """A process that ends by an error, its server still up: afterwards neither server nor files are there."""
+    script = (
+        "from tests.helpers import tiny_policy; from lgrpo.engines import VLLMServerEngine\n"
+        "policy = tiny_policy(); policy.build(); engine = VLLMServerEngine()\n"
+        "engine.load_weights(policy.weights(), 0)\n"
+        "print(engine.servers[0].process.pid, engine._folder, flush=True)\n"
+        "raise SystemExit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 3, done.stderr
+    pid, folder = done.stdout.split()[-2:]
+    assert not Path(folder).exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
