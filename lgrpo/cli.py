@@ -90,6 +90,10 @@ class LGRPOCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         run = self._get(self.config, "run")
+        root = self._get(self.config, "trainer").default_root_dir
+        if run and root and Path(run) != Path(root):
+            raise SystemExit(f"lgrpo: --run {run} and --trainer.default_root_dir {root} both name the run folder")
+        run = run or root
         if self.subcommand != "fit":
             self.run_folder = Path(run or ".")
             return
@@ -119,7 +123,7 @@ class LGRPOCLI(LightningCLI):
         given = settings["callbacks"] or []
         callbacks: list[Callback] = [*(given if isinstance(given, list) else [given])]
         callbacks += [c for key in CALLBACK_KEYS if (c := self._get(self.config_init, key)) is not None]
-        kwargs["default_root_dir"] = settings["default_root_dir"] or str(self.run_folder)
+        kwargs["default_root_dir"] = str(self.run_folder)
         if self.subcommand == "fit":
             callbacks += [ExactResume(), GracefulInterrupt()]
             if settings["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):

@@ -90,6 +90,8 @@ class RolloutBatch:
     """Temperature of the behaviour distribution; every log-probability in the loss is taken at it."""
     rollout: int
     """k, counted from 0 over the whole run."""
+    logprobs_from: Literal["engine", "policy"] = "engine"
+    """Who computed ``behaviour_logprobs``: the engine as it sampled, or the policy while it equalled α."""
     proximal_logprobs: Tensor | None = None
     """[B, T] log π_k(token), where it is known beforehand; else the module keeps it from the first pass."""
     totals: StepTotals = field(default_factory=StepTotals)

@@ -54,6 +54,24 @@ class TestLag:
 class TestAhead:
     """Rollouts sampled before their turn."""
 
+    def test_a_cycle_is_recomputed_by_the_policy_before_its_first_step(self):
+        plain = fit(v=3, rollouts=7)
+        run = build(v=3, rollouts=7, data={"generate_ahead": True, "behaviour_logprobs": "policy"})
+        honest = run.data.engine.generate
+
+        def wrong(*arguments):
+            groups = honest(*arguments)
+            for completion in (c for group in groups for c in group):
+                completion.logprobs = [value - 0.5 for value in completion.logprobs]
+            return groups
+
+        run.data.engine.generate = wrong
+        run.trainer.fit(run.module, datamodule=run.data)
+        assert run.recorder.lags == [0, 1, 2, 0, 1, 2, 0]
+        for own, expected in zip(run.recorder.rollouts, plain.recorder.rollouts, strict=True):
+            assert own.logprobs_from == "policy"
+            assert torch.allclose(own.behaviour_logprobs, expected.behaviour_logprobs, atol=1e-5)
+
     def test_the_lead_of_paper_b(self):
         for v, lead in ((4, 0), (3, 2), (2, 5), (1, 1)):
             rollouts = 11

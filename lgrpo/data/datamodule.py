@@ -65,7 +65,7 @@ class RolloutDataModule(L.LightningDataModule):
             num_rollouts: Rollouts in a stage, that is in a Lightning epoch; by default one pass over the prompts.
             sampling: How completions are drawn.
             behaviour_logprobs: Taken from the engine as it samples, or computed again by the policy while it still
-                equals the behaviour policy, which it does at v = 1 only.
+                equals the behaviour policy: at v = 1, or for a whole cycle at once with ``generate_ahead``.
             advantage: From a group's rewards to advantages.
             evaluation: How validation samples.
             generate_ahead: Sample all rollouts up to the next sync in one call. The samples are the same; an engine is
@@ -270,18 +270,25 @@ class RolloutDataModule(L.LightningDataModule):
         batch.loss_mask &= ~too_old[:, None]
 
     def _recompute_logprobs(self, batch: RolloutBatch) -> None:
-        """log π_α by the policy, in the very pieces that will be trained on: the ratio then starts at exactly 1."""
-        trainer = self._trainer
-        sampled_at = int(batch.behaviour_step.min())
-        if sampled_at != trainer.global_step:
+        """log π_α by the policy, of this rollout and of those sampled ahead from the same weights.
+
+        This one's are computed in the very pieces that will be trained on: its ratio starts at exactly 1.
+        """
+        trainer, step = self._trainer, self._trainer.global_step
+        if batch.logprobs_from == "policy":  # with the first of its cycle
+            return
+        if (sampled_at := int(batch.behaviour_step.min())) != step:
             raise ValueError(
                 f"data.behaviour_logprobs is 'policy', but rollout {batch.rollout} was sampled with the weights of "
-                f"step {sampled_at} and the policy is at step {trainer.global_step} already. Use 'engine' with "
-                "weight_sync.period above 1"
+                f"step {sampled_at} and the policy is at step {step} already. With weight_sync.period above 1 set "
+                "data.generate_ahead, so that a cycle's are computed before its first step, or use 'engine'"
             )
-        for piece in batch.split(trainer.accumulate_grad_batches):
-            width = piece.tokens.shape[1]
-            batch.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
+        ahead = [other for other in self.schedule.ready() if int(other.behaviour_step.min()) == step]
+        for rollout in [batch, *(other for other in ahead if other.rollout != batch.rollout)]:
+            for piece in rollout.split(trainer.accumulate_grad_batches):
+                width = piece.tokens.shape[1]
+                rollout.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
+            rollout.logprobs_from = "policy"
 
     def _hold(self, batch: RolloutBatch) -> None:
         self._rollout = batch

@@ -54,13 +54,17 @@ class RolloutQueue:
             self.wait()
         return self._ready[rollout]
 
+    def ready(self) -> list[RolloutBatch]:
+        """Those that are sampled, in order."""
+        return [batch for _, batch in sorted(self._ready.items())]
+
     def drop(self, last: int) -> None:
         """Rollouts up to ``last`` are in other hands now."""
         self._ready = {k: batch for k, batch in self._ready.items() if k > last}
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What is ready. What is being sampled is sampled again after a resume, from the same weights."""
-        return [batch.state_dict() for _, batch in sorted(self._ready.items())]
+        return [batch.state_dict() for batch in self.ready()]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         self._keep([RolloutBatch.from_state_dict(batch) for batch in state])

@@ -50,6 +50,10 @@ class RolloutSchedule:
             self._ask(trainer, rollout)
         return self._queue.get(rollout), seconds
 
+    def ready(self) -> list[RolloutBatch]:
+        """Rollouts that are sampled and not yet handed over, in order."""
+        return self._queue.ready()
+
     def handed_over(self, trainer: L.Trainer, rollout: int) -> None:
         """Rollout k is about to train: the next one is sampled in the background, where the same weights sample it."""
         self._queue.drop(rollout)

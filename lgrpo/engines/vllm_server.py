@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,10 +177,20 @@ class VLLMServerEngine(RolloutEngine):
         self._check_versions(version)
         deadline = time.monotonic() + self.timeout
         eos = sorted(eos_ids(self.held_config(), tokenizer))
-        shares = len(self.servers)
+        busy = [0] * len(self.servers)
+        turn = threading.Lock()
 
-        def answer(index: int) -> list[Completion]:
-            prompt, server = prompts[index], self.servers[index % shares]
+        def answer(prompt: Prompt) -> list[Completion]:
+            with turn:  # the server with the fewest prompts in flight
+                least = busy.index(min(busy))
+                busy[least] += 1
+            try:
+                return ask(prompt, self.servers[least])
+            finally:
+                with turn:
+                    busy[least] -= 1
+
+        def ask(prompt: Prompt, server: VLLMServer) -> list[Completion]:
             body = {
                 "model": self.served_model_name,
                 "prompt": prompt.token_ids,
@@ -211,10 +222,10 @@ class VLLMServerEngine(RolloutEngine):
                 for choice in sorted(choices, key=lambda choice: choice["index"])
             ]
 
-        workers = min(len(prompts), self.requests_at_a_time * shares)
+        workers = min(len(prompts), self.requests_at_a_time * len(self.servers))
         with ThreadPoolExecutor(workers, thread_name_prefix="vllm-request") as pool:
             try:
-                groups = list(pool.map(answer, range(len(prompts))))
+                groups = list(pool.map(answer, prompts))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
