@@ -151,7 +151,7 @@ class GRPOModule(L.LightningModule):
             ratio=output.ratio,
             clipped_low=output.clipped_low,
             clipped_high=output.clipped_high,
-            entropy=logprobs.entropy,
+            entropy=logprobs.entropy.detach(),
             kl_reference=kl_reference,
             lag=self.global_step - batch.behaviour_step,
         )
@@ -207,7 +207,7 @@ class GRPOModule(L.LightningModule):
 
     def _logprobs(self, batch: RolloutBatch) -> PolicyLogprobs:
         arguments = batch.tokens, batch.completion_mask, batch.temperature
-        policy, entropy = self.policy(*arguments)
+        policy, entropy = self.policy(*arguments, entropy_gradient=self.loss.needs_entropy_gradient)
         reference = None
         if self.reference is not None:
             with torch.no_grad():

@@ -163,7 +163,9 @@ class CausalPolicy(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._check_head()
 
-    def forward(self, tokens: Tensor, completion_mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, completion_mask: Tensor, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """log π(token) and the entropy it was drawn at, [B, T] float32, 0 outside ``completion_mask``.
 
         Rows are padded on the right, so causal attention alone keeps padding out.
@@ -171,7 +173,12 @@ class CausalPolicy(nn.Module):
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         sampled = completion_mask[:, 1:]  # the state at t - 1 predicts token t
         logprobs, entropy = chunked_token_logprobs(
-            hidden[:, :-1][sampled], self._head, tokens[:, 1:][sampled], temperature, self.chunk_size
+            hidden[:, :-1][sampled],
+            self._head,
+            tokens[:, 1:][sampled],
+            temperature,
+            self.chunk_size,
+            entropy_gradient,
         )
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         return empty.masked_scatter(completion_mask, logprobs), empty.masked_scatter(completion_mask, entropy)

@@ -88,6 +88,8 @@ class RolloutBatch:
     group_size: int
     temperature: float
     """Temperature of the behaviour distribution; every log-probability in the loss is taken at it."""
+    max_tokens: int
+    """Longest completion that was allowed."""
     rollout: int
     """k, counted from 0 over the whole run."""
     logprobs_from: Literal["engine", "policy"] = "engine"

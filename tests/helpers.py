@@ -190,5 +190,6 @@ def a_batch(size: int = 8, width: int = 10, group_size: int = 4, seed: int = 0) 
         rows=torch.arange(size),
         group_size=group_size,
         temperature=1.0,
+        max_tokens=width,
         rollout=0,
     )

@@ -1,6 +1,27 @@
-"""Whole groups of rewards in, advantages out. They run before a rollout is cut, since a group must be whole."""
+"""The scores of a whole rollout in, advantages out. They run before a rollout is cut, since a group must be whole."""
 
-from lgrpo.advantages.base import Advantage
-from lgrpo.advantages.group import GroupCentred, GroupWhitened, LeaveOneOut
+from lgrpo.advantages.base import Advantage, Scores
+from lgrpo.advantages.baselines import Baseline, BatchMean, GroupMean, LeaveOneOut, LogMeanExp, NoBaseline
+from lgrpo.advantages.group import ComposedAdvantage, DropNegatives, ExponentiallyWeighted, GroupWhitened
+from lgrpo.advantages.scales import BatchStd, BernoulliStd, GroupMeanScale, GroupStd, NoScale, Scale
 
-__all__ = ["Advantage", "GroupCentred", "GroupWhitened", "LeaveOneOut"]
+__all__ = [
+    "Advantage",
+    "Baseline",
+    "BatchMean",
+    "BatchStd",
+    "BernoulliStd",
+    "ComposedAdvantage",
+    "DropNegatives",
+    "ExponentiallyWeighted",
+    "GroupMean",
+    "GroupMeanScale",
+    "GroupStd",
+    "GroupWhitened",
+    "LeaveOneOut",
+    "LogMeanExp",
+    "NoBaseline",
+    "NoScale",
+    "Scale",
+    "Scores",
+]

@@ -2,6 +2,7 @@
 
 from lgrpo.callbacks.exact_resume import ExactResume
 from lgrpo.callbacks.interrupt import GracefulInterrupt
+from lgrpo.callbacks.overlong_mask import OverlongMask
 from lgrpo.callbacks.progress import RolloutProgress
 from lgrpo.callbacks.reference_refresh import ReferenceRefresh
 from lgrpo.callbacks.rollout_log import RolloutLog
@@ -13,6 +14,7 @@ from lgrpo.hooks import RolloutCallback
 __all__ = [
     "ExactResume",
     "GracefulInterrupt",
+    "OverlongMask",
     "ReferenceRefresh",
     "RolloutCallback",
     "RolloutLog",

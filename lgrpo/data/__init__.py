@@ -5,9 +5,11 @@ from lgrpo.data.collate import collate_rollout
 from lgrpo.data.datamodule import RolloutDataModule
 from lgrpo.data.evaluation import Evaluation
 from lgrpo.data.prompts import PromptSet
+from lgrpo.data.sampler import DynamicSampling
 from lgrpo.data.schedule import RolloutSchedule
 
 __all__ = [
+    "DynamicSampling",
     "Evaluation",
     "EvaluationBuffer",
     "PromptSet",

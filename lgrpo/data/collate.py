@@ -14,14 +14,17 @@ def collate_rollout(
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
     rewards: Tensor,
-    advantages: Tensor,
     *,
     group_size: int,
     pad_token_id: int,
     temperature: float,
+    max_tokens: int,
     rollout: int,
 ) -> RolloutBatch:
-    """Rows of prompt, completion, padding. ``prompts[i]`` belongs to ``completions[i]``; siblings side by side."""
+    """Rows of prompt, completion, padding. ``prompts[i]`` belongs to ``completions[i]``; siblings side by side.
+
+    The advantages are 0: they are known once the rollout is whole, over all ranks.
+    """
     starts = torch.tensor([len(p.token_ids) for p in prompts])
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     size, width = len(completions), int((starts + lengths).max())
@@ -41,12 +44,13 @@ def collate_rollout(
         loss_mask=completion_mask.clone(),
         behaviour_logprobs=logprobs,
         rewards=rewards.float(),
-        advantages=torch.where(completion_mask, advantages.float()[:, None], 0.0),
+        advantages=torch.zeros(size, width),
         behaviour_step=torch.tensor([c.behaviour_step for c in completions]),
         positions=torch.tensor([p.position for p in prompts]),
         truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
         rows=torch.arange(size),
         group_size=group_size,
         temperature=temperature,
+        max_tokens=max_tokens,
         rollout=rollout,
     )

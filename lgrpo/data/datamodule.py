@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning as L
@@ -19,16 +17,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lgrpo.advantages import Advantage, GroupWhitened
+from lgrpo.advantages import Advantage, GroupWhitened, Scores
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
-from lgrpo.data.collate import collate_rollout
-from lgrpo.data.evaluation import Evaluation, pair_up
+from lgrpo.data.evaluation import Evaluation
 from lgrpo.data.prompts import PromptSet, prompts_at
+from lgrpo.data.sampler import DynamicSampling, RolloutSampler
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.data.totals import fill_totals
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
+from lgrpo.functional import stream_uniform
 from lgrpo.hooks import Stage, call_rollout_end, call_stage, policy_owner
-from lgrpo.rewards import checked_rewards
 from lgrpo.tasks import Task
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
 
@@ -47,6 +45,7 @@ class RolloutDataModule(L.LightningDataModule):
         sampling: Sampling = Sampling(),  # noqa: B008
         behaviour_logprobs: Literal["engine", "policy"] = "engine",
         advantage: Advantage = GroupWhitened(),  # noqa: B008
+        dynamic_sampling: DynamicSampling | None = None,
         evaluation: Evaluation = Evaluation(),  # noqa: B008
         generate_ahead: bool = False,
         lead: NonNegativeInt = 0,
@@ -66,7 +65,8 @@ class RolloutDataModule(L.LightningDataModule):
             sampling: How completions are drawn.
             behaviour_logprobs: Taken from the engine as it samples, or computed again by the policy while it still
                 equals the behaviour policy: at v = 1, or for a whole cycle at once with ``generate_ahead``.
-            advantage: From a group's rewards to advantages.
+            advantage: From the rewards of whole groups to advantages.
+            dynamic_sampling: Groups whose rewards are all equal are sampled again; by default they stay.
             evaluation: How validation samples.
             generate_ahead: Sample all rollouts up to the next sync in one call. The samples are the same; an engine is
                 fuller, and sleeps once a cycle instead of once a rollout.
@@ -98,6 +98,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.sampling = sampling
         self.behaviour_logprobs: Literal["engine", "policy"] = behaviour_logprobs
         self.advantage = copy.deepcopy(advantage)  # the default is one object for all
+        self.dynamic_sampling = dynamic_sampling
         self.evaluation = evaluation
         self.lead = int(lead)
         self.max_lag = max_lag
@@ -108,12 +109,13 @@ class RolloutDataModule(L.LightningDataModule):
         self.validation_prompts: PromptSet | None = None
         self.schedule = RolloutSchedule(
             self.engine,
-            lambda rollouts: self.sample(rollouts),
+            lambda rollouts: self.sample(rollouts),  # as it will be once the prompts are there
             self.rollouts_per_epoch,
             reuse=self.reuse,
             lead=self.lead,
             generate_ahead=generate_ahead,
         )
+        self._sampler: RolloutSampler | None = None
         self._rollout: RolloutBatch | None = None
         self._pieces: list[RolloutBatch] = []
         self._handed_over: float | None = None
@@ -142,6 +144,20 @@ class RolloutDataModule(L.LightningDataModule):
                 max_tokens=module.context_length - self.sampling.max_tokens,
                 overlong=self.overlong_prompts,
                 shuffle_seed=self.seed if self.shuffle else None,
+            )
+            self._sampler = RolloutSampler(
+                self.train_prompts,
+                self.task.reward,
+                self.engine,
+                self.tokenizer,
+                num_prompts=self.num_prompts,
+                group_size=self.group_size,
+                sampling=self.sampling,
+                seed=self.seed,
+                dynamic=self.dynamic_sampling,
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+                on_stage=self._on_stage,
             )
         self.validation_prompts = PromptSet(
             self.task,
@@ -209,44 +225,17 @@ class RolloutDataModule(L.LightningDataModule):
         return self._pieces
 
     def sample(self, rollouts: range) -> list[RolloutBatch]:
-        """Some rollouts of this rank: a function of the engine's weights, the seed and the prompts' positions alone."""
-        if self.train_prompts is None:
+        """Some rollouts of this rank, sampled and scored."""
+        if self._sampler is None:
             raise RuntimeError("the prompts are not loaded yet: setup('fit') comes first")
-        trainer = self._trainer
-        share = self.num_prompts // trainer.world_size
-        firsts = [k * self.num_prompts + trainer.global_rank * share for k in rollouts]
-        prompts = prompts_at(self.train_prompts, [first + j for first in firsts for j in range(share)])
-        with self._stage("generate") as generating:
-            groups = self.engine.generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer)
-        batches = []
-        with self._stage("score") as scoring:
-            for j, rollout in enumerate(rollouts):
-                own = slice(j * share, (j + 1) * share)
-                repeated, completions = pair_up(prompts[own], groups[own])
-                rewards = torch.tensor(checked_rewards(self.task.reward, repeated, completions))
-                batch = collate_rollout(
-                    repeated,
-                    completions,
-                    rewards,
-                    self.advantage(rewards, self.group_size),
-                    group_size=self.group_size,
-                    pad_token_id=self.tokenizer.pad_token_id,
-                    temperature=self.sampling.temperature,
-                    rollout=rollout,
-                )
-                batches.append(batch)
-        for batch in batches:
-            batch.metrics = {
-                "time/generate": generating.seconds / len(batches),
-                "time/score": scoring.seconds / len(batches),
-            }
-        return batches
+        return self._sampler(rollouts)
 
     def _prepare(self, rollout: int) -> RolloutBatch:
         """Rollout k as it will be trained on: sampled, masked, its denominators known."""
         trainer, start = self._trainer, time.perf_counter()
         batch, sync_seconds = self.schedule.get(trainer, rollout)
         self._refuse_old(batch)
+        self._compare(batch)
         call_rollout_end(trainer, batch)
         now = time.perf_counter()
         own = {"time/sync": sync_seconds, "time/wait": now - start}
@@ -260,6 +249,25 @@ class RolloutDataModule(L.LightningDataModule):
         if self.behaviour_logprobs == "policy":
             self._recompute_logprobs(batch)
         return batch
+
+    def _compare(self, batch: RolloutBatch) -> None:
+        """Sets the advantages. Every rank sees the scores of all, so that statistics of the whole rollout are right."""
+        trainer, size = self._trainer, len(batch)
+        siblings = torch.arange(size) % self.group_size
+        draws = stream_uniform(self.seed, batch.positions, siblings, -1)  # tokens draw from 0 on
+        own = torch.stack([batch.rewards.double(), batch.completion_mask.sum(1).double(), draws])
+        everyone: Any = trainer.lightning_module.all_gather(own.to(trainer.strategy.root_device))
+        rewards, lengths, draws = everyone.view(-1, 3, size).transpose(0, 1).reshape(3, -1).cpu()
+        scores = Scores(rewards=rewards.float(), lengths=lengths, draws=draws, group_size=self.group_size)
+        advantages = self.advantage(scores)
+        if advantages.shape != rewards.shape or not bool(advantages.isfinite().all()):
+            raise ValueError(
+                f"{type(self.advantage).__name__} returned {tuple(advantages.shape)} advantages for {len(rewards)} "
+                f"completions, {int((~advantages.isfinite()).sum())} of them not finite"
+            )
+        first = trainer.global_rank * size
+        own_advantages = advantages[first : first + size].float()
+        batch.advantages = torch.where(batch.completion_mask, own_advantages[:, None], 0.0)
 
     def _refuse_old(self, batch: RolloutBatch) -> None:
         """Takes completions out of the loss that would be older than ``max_lag`` at the rollout's last pass."""
@@ -337,16 +345,7 @@ class RolloutDataModule(L.LightningDataModule):
                 f"cut into trainer.accumulate_grad_batches = {trainer.accumulate_grad_batches} micro-batches"
             )
 
-    @contextmanager
-    def _stage(self, stage: Stage) -> Iterator[_Seconds]:
-        """Announces a stage, unless it runs behind the trainer's back, and measures it."""
+    def _on_stage(self, stage: Stage) -> None:
+        """Announces a stage, unless it runs behind the trainer's back."""
         if not self.engine.can_overlap:
             call_stage(self._trainer, stage)
-        watch = _Seconds()
-        start = time.perf_counter()
-        yield watch
-        watch.seconds = time.perf_counter() - start
-
-
-class _Seconds:
-    seconds = 0.0

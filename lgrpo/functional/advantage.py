@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 
 def grouped(rewards: Tensor, group_size: int) -> Tensor:
     """Rewards [B] as [P, G].
 
-    >>> import torch
     >>> grouped(torch.tensor([1.0, 0.0, 1.0, 1.0]), group_size=2)
     tensor([[1., 0.],
             [1., 1.]])
@@ -22,55 +23,97 @@ def grouped(rewards: Tensor, group_size: int) -> Tensor:
     return rewards.view(-1, group_size)
 
 
-def group_centred(rewards: Tensor, group_size: int) -> Tensor:
-    """``r - mean(r)`` over each group.
+def leave_one_out_mean(groups: Tensor) -> Tensor:
+    """For each of [P, G] the mean of its siblings, itself left out (RLOO).
 
-    >>> import torch
-    >>> group_centred(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_size=4)
-    tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
+    >>> leave_one_out_mean(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    tensor([[0.0000, 0.3333, 0.3333, 0.3333]])
     """
-    groups = grouped(rewards, group_size)
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    return (groups.sum(1, keepdim=True) - groups) / (groups.shape[1] - 1)
 
 
-def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """``r_i`` less the mean of its siblings: ``G / (G - 1)`` times the centred reward (RLOO).
+def log_mean_exp(groups: Tensor, temperature: float = 1.0) -> Tensor:
+    """``τ log mean exp(r / τ)`` of each group [P, G], as [P, 1]: the soft maximum that OPMD compares with.
 
-    >>> import torch
-    >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_size=4)
-    tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
+    >>> log_mean_exp(torch.tensor([[1.0, 0.0]]))
+    tensor([[0.6201]])
     """
-    return group_centred(rewards, group_size) * group_size / (group_size - 1)
+    log_size = math.log(groups.shape[1])
+    return temperature * (torch.logsumexp(groups / temperature, 1, keepdim=True) - log_size)
 
 
-def group_whitened(
-    rewards: Tensor,
-    group_size: int,
+def group_std(
+    groups: Tensor,
     eps: float = 1e-4,
     eps_placement: Literal["inside", "outside"] = "inside",
     unbiased: bool = False,
 ) -> Tensor:
-    """Centred rewards over the group's standard deviation.
+    """Standard deviation of each group [P, G], as [P, 1], kept away from 0 by ``eps``.
 
     ``eps`` is added to the variance, inside the root (Mroueh et al.), or to the standard deviation, outside it (TRL,
-    with ``unbiased=True``). With ``eps`` above 0, a group without variance gets 0.
+    with ``unbiased=True``).
 
-    >>> import torch
-    >>> rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    >>> group_whitened(rewards, group_size=4)
-    tensor([ 1.7316, -0.5772, -0.5772, -0.5772])
-    >>> group_whitened(rewards, group_size=4, eps_placement="outside", unbiased=True)
-    tensor([ 1.4997, -0.4999, -0.4999, -0.4999])
+    >>> groups = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    >>> group_std(groups), group_std(groups, eps_placement="outside", unbiased=True)
+    (tensor([[0.4331]]), tensor([[0.5001]]))
     """
-    groups = grouped(rewards, group_size)
     variance = groups.var(1, keepdim=True, correction=int(unbiased))
     if eps_placement == "inside":
-        scale = (variance + eps).sqrt()
-    elif eps_placement == "outside":
-        scale = variance.sqrt() + eps
-    else:
-        raise ValueError(f"eps_placement is {eps_placement!r}; it is 'inside' or 'outside' of the root")
-    return ((groups - groups.mean(1, keepdim=True)) / scale).flatten()
+        return (variance + eps).sqrt()
+    if eps_placement == "outside":
+        return variance.sqrt() + eps
+    raise ValueError(f"eps_placement is {eps_placement!r}; it is 'inside' or 'outside' of the root")
+
+
+def bernoulli_std(groups: Tensor, smoothing: float = 1.0) -> Tensor:
+    """``√(p (1 - p))`` of each group [P, G] of rewards in [0, 1], as [P, 1], from p smoothed towards a half.
+
+    >>> bernoulli_std(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    tensor([[0.4714]])
+    """
+    p = (groups.sum(1, keepdim=True) + smoothing) / (groups.shape[1] + 2 * smoothing)
+    return (p * (1 - p)).sqrt()
+
+
+def drop_negatives(groups: Tensor, draws: Tensor) -> Tensor:
+    """[P, G] bool: who stays where a group's negatives (below its mean) may not outnumber its positives (RED-Drop).
+
+    Surplus negatives go in the order of ``draws``, a random number for each completion.
+
+    >>> groups = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    >>> drop_negatives(groups, torch.tensor([[0.1, 0.9, 0.2, 0.5], [0.1, 0.2, 0.3, 0.4]]))
+    tensor([[ True, False,  True, False],
+            [ True,  True,  True,  True]])
+    """
+    centred = groups - groups.mean(1, keepdim=True)
+    tolerance = 1e-6 * groups.abs().amax(1, keepdim=True)  # a mean of equals is rounded
+    negative, positive = centred < -tolerance, centred > tolerance
+    rank = torch.where(negative, draws, torch.inf).argsort(1).argsort(1)  # of the negatives among themselves
+    return ~negative | (rank < positive.sum(1, keepdim=True))
+
+
+def adaptive_temperature(advantages: Tensor, lengths: Tensor, least: float = 0.8) -> float:
+    """T with ``Σ n A exp(A / T) = 0`` over completions of n tokens, by bisection; at least ``least``.
+
+    The sum falls as T grows. Where it is above 0 at T = ∞ already, that is the answer: nothing is reweighted.
+
+    >>> advantages, lengths = torch.tensor([0.5, -0.5]), torch.tensor([10.0, 20.0])
+    >>> round(adaptive_temperature(advantages, lengths), 3)  # 10 e^(0.5/T) = 20 e^(-0.5/T)
+    1.443
+    """
+
+    def total(inverse: float) -> float:
+        return float((lengths * advantages * (advantages * inverse).exp()).sum())
+
+    low, high = 0.0, 1 / least
+    if total(low) >= 0:
+        return math.inf
+    if total(high) <= 0:
+        return least
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(middle) < 0 else (low, middle)
+    return 2 / (low + high)
 
 
 def has_reward_variance(rewards: Tensor, group_size: int, tolerance: float = 1e-6) -> Tensor:
@@ -78,7 +121,6 @@ def has_reward_variance(rewards: Tensor, group_size: int, tolerance: float = 1e-
 
     The test is on the spread of the raw rewards, not on a standard deviation, whose rounding depends on their size.
 
-    >>> import torch
     >>> has_reward_variance(torch.tensor([1.0, 1.0, 0.0, 1.0]), group_size=2)
     tensor([False, False,  True,  True])
     """

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """log-softmax(logits / T) at the targets, and the entropy of that distribution. Both float32, shape of targets.
 
     >>> logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
@@ -18,7 +20,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
     (tensor([0.2500]), tensor([1.0397]))
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
@@ -29,11 +31,12 @@ def chunked_token_logprobs(
     targets: Tensor,
     temperature: float = 1.0,
     chunk_size: int = 1024,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``token_logprobs(head(hidden), targets)`` for hidden [N, H], holding logits of ``chunk_size`` tokens at a time.
 
-    The backward pass computes each chunk's logits again, so the peak is one chunk there too. The entropy carries no
-    gradient.
+    The backward pass computes each chunk's logits again, so the peak is one chunk there too. The entropy carries a
+    gradient only where it is asked for.
 
     >>> hidden, head = torch.eye(3), torch.nn.Linear(3, 3, bias=False)
     >>> whole = token_logprobs(head(hidden), torch.tensor([0, 1, 2]))[0]
@@ -42,7 +45,7 @@ def chunked_token_logprobs(
     """
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(h), t, temperature)
+        return token_logprobs(head(h), t, temperature, entropy_gradient)
 
     pieces = []
     for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):

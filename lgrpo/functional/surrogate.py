@@ -36,6 +36,19 @@ def log_ratio(
     raise ValueError(f"ratio denominator {denominator!r} is not one of behaviour, proximal, none")
 
 
+def sequence_log_ratio(log_ratio: Tensor, completion_mask: Tensor, geometric: bool = True) -> Tensor:
+    """log of a whole completion's ratio at each of its tokens: the mean of the tokens' (geometric), or their sum.
+
+    >>> log_ratios = torch.tensor([[0.0, 0.2, 0.4]])
+    >>> sequence_log_ratio(log_ratios, torch.tensor([[False, True, True]]))
+    tensor([[0.0000, 0.3000, 0.3000]])
+    """
+    total = torch.where(completion_mask, log_ratio, 0.0).sum(1, keepdim=True)
+    if geometric:
+        total = total / completion_mask.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(completion_mask, total, 0.0)
+
+
 def clip_centre(
     log_ratio: Tensor, behaviour_logprobs: Tensor, proximal_logprobs: Tensor | None, centre: ClipCentre
 ) -> Tensor:
@@ -81,3 +94,52 @@ def outside_band(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Te
     (tensor([False, False,  True]), tensor([ True, False, False]))
     """
     return (advantage < 0) & (ratio < low), (advantage > 0) & (ratio > high)
+
+
+def one_side(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """Keeps a token unless the ratio left the band on the side its advantage pushes to, as the min-clip does.
+
+    >>> one_side(torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.8, 1.2)
+    tensor([False,  True,  True, False])
+    """
+    return ((advantage >= 0) & (ratio <= high)) | ((advantage <= 0) & (ratio >= low))
+
+
+def two_side(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """Keeps a token inside the band.
+
+    >>> two_side(torch.tensor([0.5, 1.0, 1.5]), 0.8, 1.2)
+    tensor([False,  True, False])
+    """
+    return (ratio >= low) & (ratio <= high)
+
+
+def ring(ratio: Tensor, advantage: Tensor, low: float, high: float, outer_low: float, outer_high: float) -> Tensor:
+    """Keeps a token inside the band, and one far outside on the side from which its advantage pulls it back.
+
+    >>> ring(torch.tensor([0.3, 0.7, 1.0, 1.5, 4.0]), torch.tensor(1.0), 0.8, 1.2, 0.4, 3.0)
+    tensor([ True, False,  True, False, False])
+    >>> ring(torch.tensor([0.3, 0.7, 1.0, 1.5, 4.0]), torch.tensor(-1.0), 0.8, 1.2, 0.4, 3.0)
+    tensor([False, False,  True, False,  True])
+    """
+    inside = two_side(ratio, low, high)
+    return inside | ((advantage >= 0) & (ratio <= outer_low)) | ((advantage <= 0) & (ratio >= outer_high))
+
+
+def within_second_moment(log_ratio: Tensor, advantage: Tensor, mask: Tensor, limit: float) -> Tensor:
+    """Keeps tokens so that the mean of ``(log ρ)²`` over the harmful ones stays within ``limit`` (M2PO).
+
+    Harmful are those of ``mask`` whose ratio already lies where the advantage pushes to; the largest go first.
+
+    >>> log_ratio = torch.tensor([0.1, 0.9, -0.9, 0.2])
+    >>> within_second_moment(log_ratio, torch.ones(4), torch.ones(4, dtype=torch.bool), limit=0.04)
+    tensor([ True, False,  True,  True])
+    """
+    harmful = mask & (log_ratio * advantage > 0)
+    squares, order = log_ratio[harmful].square().sort()
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    kept = torch.empty_like(order, dtype=torch.bool)
+    kept[order] = means <= limit  # means of a sorted sequence rise: a prefix is kept
+    keeps = torch.ones_like(harmful)
+    keeps[harmful] = kept
+    return keeps

@@ -60,14 +60,15 @@ class SequenceMean(Aggregation):
 class ConstantSum(Aggregation):
     """The sum over tokens, over a constant that does not depend on what was sampled (Dr. GRPO)."""
 
-    def __init__(self, constant: float) -> None:
+    def __init__(self, constant: float | None = None) -> None:
         """
         Args:
-            constant: For instance completions in an optimizer step times the longest completion allowed.
+            constant: By default the completions in an optimizer step times the longest completion allowed.
         """
-        if not constant > 0:
+        if constant is not None and not constant > 0:
             raise ValueError(f"constant is {constant}; a sum can only be divided by a positive number")
         self.constant = constant
 
     def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:
-        return constant_sum(values, batch.loss_mask, self.constant)
+        constant = self.constant or batch.totals.all_sequences * batch.max_tokens
+        return constant_sum(values, batch.loss_mask, constant)

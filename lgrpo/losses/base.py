@@ -17,7 +17,7 @@ class PolicyLogprobs:
     policy: Tensor
     """log π_θ, with gradient."""
     entropy: Tensor
-    """Entropy of π_θ at each token, without gradient."""
+    """Entropy of π_θ at each token, with gradient where the loss needs it."""
     proximal: Tensor | None = None
     """log π_k: the policy when this rollout's updates began."""
     reference: Tensor | None = None
@@ -53,6 +53,11 @@ class PolicyLoss(ABC):
     @abstractmethod
     def needs_proximal(self) -> bool:
         """Whether log π_k must be kept from the first pass over a rollout."""
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the entropy must carry a gradient, which costs memory."""
+        return False
 
     @abstractmethod
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:

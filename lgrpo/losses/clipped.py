@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
-
-from lgrpo.functional import (
-    ClipCentre,
-    KLEstimator,
-    RatioDenominator,
-    clip_band,
-    clip_centre,
-    clipped_surrogate,
-    kl_divergence,
-    log_ratio,
-    outside_band,
-)
+from lgrpo.functional import ClipCentre, KLEstimator, RatioDenominator
 from lgrpo.losses.aggregation import Aggregation, TokenMean
-from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
-from lgrpo.types import RolloutBatch
+from lgrpo.losses.clips import MinClip
+from lgrpo.losses.composed import ComposedLoss
+from lgrpo.losses.ratios import TokenRatio
+from lgrpo.losses.regularisers import ReferenceKL
 
 
 @final
-class ClippedLoss(PolicyLoss):
+class ClippedLoss(ComposedLoss):
     """``-min(ρA, clip(ρ) A) + kl_coef · KL(π_θ ‖ π_ref)`` per token, aggregated over the optimizer step."""
 
     def __init__(
@@ -47,48 +37,11 @@ class ClippedLoss(PolicyLoss):
             kl: Estimator of the KL term.
             aggregation: From tokens to a scalar.
         """
-        if not (clip_low >= 0 and clip_high >= 0):
-            raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} are half-widths: 0 or more")
-        if centre != "one" and ratio != "behaviour":
-            raise ValueError(
-                f"clip centre {centre!r} is π_k/α, a centre for a ratio over the behaviour policy; with ratio "
-                f"{ratio!r} use centre 'one'"
-            )
         if kl_coef < 0:
             raise ValueError(f"kl_coef is {kl_coef}; a negative weight would push away from the reference")
-        self.clip_low = clip_low
-        self.clip_high = clip_high
-        self.centre: ClipCentre = centre
-        self.ratio: RatioDenominator = ratio
-        self.kl_coef = kl_coef
-        self.kl: KLEstimator = kl
-        self.aggregation = aggregation
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
-    def needs_proximal(self) -> bool:
-        return self.centre != "one" or self.ratio == "proximal"
-
-    def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:
-        log_rho = log_ratio(logprobs.policy, batch.behaviour_logprobs, logprobs.proximal, self.ratio)
-        ratio = log_rho.exp()
-        centre = clip_centre(log_rho, batch.behaviour_logprobs, logprobs.proximal, self.centre)
-        low, high = clip_band(
-            centre, self.clip_low, self.clip_high, multiplicative=self.centre == "proximal_multiplicative"
-        )
-        values = -clipped_surrogate(ratio, batch.advantages, low, high)
-        if self.needs_reference:
-            if logprobs.reference is None:
-                raise ValueError("kl_coef is above 0, but there are no reference log-probabilities")
-            values = values + self.kl_coef * kl_divergence(logprobs.policy, logprobs.reference, self.kl)
-        with torch.no_grad():
-            clipped_low, clipped_high = outside_band(ratio, batch.advantages, low, high)
-        return LossOutput(
-            loss=self.aggregation(values, batch),
-            ratio=ratio.detach(),
-            clipped_low=clipped_low,
-            clipped_high=clipped_high,
+        super().__init__(
+            ratio=TokenRatio(ratio),
+            gate=MinClip(clip_low, clip_high, centre),
+            regularisers=[ReferenceKL(kl_coef, kl)] if kl_coef else [],
+            aggregation=aggregation,
         )

@@ -2,5 +2,6 @@
 
 from lgrpo.rewards.base import BatchReward, Reward, checked_rewards
 from lgrpo.rewards.match import ExactMatch, NumericMatch
+from lgrpo.rewards.overlong import OverlongPenalty
 
-__all__ = ["BatchReward", "ExactMatch", "NumericMatch", "Reward", "checked_rewards"]
+__all__ = ["BatchReward", "ExactMatch", "NumericMatch", "OverlongPenalty", "Reward", "checked_rewards"]

@@ -1,0 +1,94 @@
+"""A policy loss from parts: ratio, gate, weight, regularisers, aggregation."""
+
+from __future__ import annotations
+
+from lgrpo.losses.aggregation import Aggregation, TokenMean
+from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
+from lgrpo.losses.clips import GeometricClip, MinClip, OffPolicySequenceMask
+from lgrpo.losses.gates import Gate, NoGate
+from lgrpo.losses.ratios import Ratio, SequenceRatio, TokenRatio
+from lgrpo.losses.regularisers import Regulariser
+from lgrpo.losses.terms import Terms
+from lgrpo.losses.weights import NoWeight, Weight
+from lgrpo.types import RolloutBatch
+
+
+class ComposedLoss(PolicyLoss):
+    """``-scale · weight · gate(A, ρ) + regularisers`` for each token, aggregated over the optimizer step."""
+
+    def __init__(
+        self,
+        ratio: Ratio = TokenRatio(),  # noqa: B008
+        gate: Gate = NoGate(),  # noqa: B008
+        weight: Weight = NoWeight(),  # noqa: B008
+        regularisers: list[Regulariser] | None = None,
+        aggregation: Aggregation = TokenMean(),  # noqa: B008
+        scale: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            ratio: ρ: π_θ over which policy, of a token or of a whole completion.
+            gate: Where ρ stops a token from training; by default nowhere.
+            weight: What each token counts; by default 1.
+            regularisers: Added to every token that is not masked, whatever its gate says.
+            aggregation: From tokens to a scalar.
+            scale: Of the surrogate, regularisers apart.
+        """
+        check_parts(ratio, gate, weight)
+        if not scale > 0:
+            raise ValueError(f"scale is {scale}; it must be above 0")
+        self.ratio = ratio
+        self.gate = gate
+        self.weight = weight
+        self.regularisers = regularisers or []
+        self.aggregation = aggregation
+        self.scale = scale
+
+    @property
+    def needs_reference(self) -> bool:
+        return any(part.needs_reference for part in self.regularisers)
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.ratio.over == "proximal" or self.gate.needs_proximal or self.weight.corrects_mismatch
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return any(part.needs_entropy_gradient for part in self.regularisers)
+
+    def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:
+        terms = Terms(batch=batch, logprobs=logprobs, log_ratio=self.ratio(batch, logprobs))
+        gated = self.gate(terms)
+        values = -self.scale * self.weight(terms).detach() * gated.surrogate
+        for regulariser in self.regularisers:
+            values = values + regulariser(terms)
+        return LossOutput(
+            loss=self.aggregation(values, batch),
+            ratio=terms.ratio.detach(),
+            clipped_low=gated.clipped_low,
+            clipped_high=gated.clipped_high,
+        )
+
+
+def check_parts(ratio: Ratio, gate: Gate, weight: Weight) -> None:
+    """Refuses parts that make no sense together."""
+    if isinstance(gate, OffPolicySequenceMask):
+        gate = gate.gate
+    names = f"{type(gate).__name__} and {type(weight).__name__}"
+    if gate.holds_ratio and weight.is_ratio:
+        raise ValueError(f"{names} both multiply by the ratio, so it would be squared: leave the weight out")
+    if weight.corrects_mismatch and ratio.over == "behaviour":
+        raise ValueError(
+            f"{type(weight).__name__} is π_k/π_α, for a ratio over the proximal policy; a ratio over the behaviour "
+            "policy, π_θ/π_α, holds that factor already. Set the ratio's over to 'proximal' or 'none'"
+        )
+    centre = gate.centre if isinstance(gate, MinClip) else "one"
+    if centre != "one" and (ratio.over != "behaviour" or isinstance(ratio, SequenceRatio)):
+        raise ValueError(
+            f"clip centre {centre!r} is a token's π_k/α, a centre for a token's ratio over the behaviour policy; with "
+            f"{type(ratio).__name__} over {ratio.over!r} use centre 'one'"
+        )
+    if ratio.over == "none" and ((gate.reads_ratio and not gate.holds_ratio) or weight.is_ratio):
+        raise ValueError(f"the ratio is over 'none', so it is always 1 and {names} would never act: choose another")
+    if isinstance(gate, GeometricClip) and isinstance(ratio, SequenceRatio):
+        raise ValueError("GeometricClip clips the ratio of each token: use TokenRatio with it")

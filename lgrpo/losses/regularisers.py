@@ -1,0 +1,101 @@
+"""What is added to the loss of each token, whether its gate is open or not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, final
+
+from torch import Tensor
+
+from lgrpo.functional import kl_divergence
+from lgrpo.losses.terms import Terms
+
+
+class Regulariser(ABC):
+    """A penalty on each token."""
+
+    needs_reference = False
+    """Whether a reference policy must be kept."""
+    needs_entropy_gradient = False
+    """Whether the entropy must carry a gradient."""
+
+    def __init__(self, coef: float) -> None:
+        if not coef > 0:
+            raise ValueError(f"{type(self).__name__}'s coef is {coef}; it must be above 0. Leave the part out instead")
+        self.coef = coef
+
+    @abstractmethod
+    def __call__(self, terms: Terms) -> Tensor:
+        """[B, T], with gradient, to be minimised."""
+
+
+@final
+class ReferenceKL(Regulariser):
+    """``coef · KL(π_θ ‖ π_ref)``."""
+
+    needs_reference = True
+
+    def __init__(self, coef: float = 0.01, estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3") -> None:
+        """
+        Args:
+            coef: β.
+            estimator: Of the divergence; ``k3_corrected`` is k3 times π_θ/π_α, right for samples of π_α.
+        """
+        super().__init__(coef)
+        self.estimator = estimator
+
+    def __call__(self, terms: Terms) -> Tensor:
+        policy, reference = terms.logprobs.policy, terms.logprobs.reference
+        if reference is None:
+            raise ValueError("kl_coef is above 0, but there are no reference log-probabilities")
+        if self.estimator == "k3_corrected":
+            ratio = (policy - terms.batch.behaviour_logprobs).exp()
+            return self.coef * ratio * kl_divergence(policy, reference, "k3")
+        return self.coef * kl_divergence(policy, reference, self.estimator)
+
+
+@final
+class BehaviourK2(Regulariser):
+    """``coef · (log π_θ - log π_α)²`` (OPMD as in Kimi): stay near what sampled. Twice the k2 estimator."""
+
+    def __init__(self, coef: float = 0.1) -> None:
+        """
+        Args:
+            coef: λ.
+        """
+        super().__init__(coef)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        return self.coef * (terms.logprobs.policy - terms.batch.behaviour_logprobs).square()
+
+
+@final
+class BehaviourForwardKL(Regulariser):
+    """``-coef · log π_θ`` (AsymRE): KL(π_α ‖ π_θ) up to a constant. The same as adding ``coef`` to every advantage."""
+
+    def __init__(self, coef: float = 0.1) -> None:
+        """
+        Args:
+            coef: λ.
+        """
+        super().__init__(coef)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        return -self.coef * terms.logprobs.policy
+
+
+@final
+class EntropyBonus(Regulariser):
+    """``-coef · H(π_θ)`` at each token: keeps the policy from growing certain."""
+
+    needs_entropy_gradient = True
+
+    def __init__(self, coef: float = 0.001) -> None:
+        """
+        Args:
+            coef: Of the entropy.
+        """
+        super().__init__(coef)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        return -self.coef * terms.logprobs.entropy
