@@ -7,6 +7,7 @@ import sys
 import torch
 
 from lgrpo import ClippedLoss, Evaluation, ZeroVarianceMask
+from lgrpo.advantages import BatchStd, ComposedAdvantage
 from tests.helpers import build
 
 
@@ -22,7 +23,11 @@ def main() -> None:
         loss=ClippedLoss(kl_coef=0.1),
         callbacks=[ZeroVarianceMask(0.3)],
         trainer=trainer,
-        data={"evaluation": Evaluation(success_reward=0.5), "num_prompts": int(sys.argv[3]) if sys.argv[3:] else 4},
+        data={
+            "evaluation": Evaluation(success_reward=0.5),
+            "num_prompts": int(sys.argv[3]) if sys.argv[3:] else 4,
+            "advantage": ComposedAdvantage(scale=BatchStd()),  # of the whole rollout, whoever holds it
+        },
     )
     fresh = build()
     run.trainer.fit(run.module, datamodule=run.data)

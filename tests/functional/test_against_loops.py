@@ -37,23 +37,35 @@ def test_group_whitened(case, placement, unbiased):
         variance = sum((r - mean) ** 2 for r in group) / (size - unbiased)
         scale = math.sqrt(variance + 0.01) if placement == "inside" else math.sqrt(variance) + 0.01
         expected += [(r - mean) / scale for r in group]
-    close(F.group_whitened(torch.tensor(rewards), size, 0.01, placement, unbiased), expected, 1e-3)
+    groups_of = F.grouped(torch.tensor(rewards), size)
+    centred = groups_of - groups_of.mean(1, keepdim=True)
+    close((centred / F.group_std(groups_of, 0.01, placement, unbiased)).flatten(), expected, 1e-3)
 
 
 @settings(max_examples=40, deadline=None)
-@given(rewards_of_groups)
-def test_group_centred_and_leave_one_out(case):
+@given(rewards_of_groups, st.floats(0.1, 3))
+def test_baselines(case, temperature):
     size, rewards = case
-    centred, left_out = [], []
+    left_out, soft = [], []
     for group in groups(rewards, size):
-        centred += [r - sum(group) / size for r in group]
-        left_out += [r - (sum(group) - r) / (size - 1) for r in group]
-    close(F.group_centred(torch.tensor(rewards), size), centred)
-    close(F.leave_one_out(torch.tensor(rewards), size), left_out)
+        left_out += [(sum(group) - r) / (size - 1) for r in group]
+        soft += [temperature * math.log(sum(math.exp(r / temperature) for r in group) / size)]
+    close(F.leave_one_out_mean(F.grouped(torch.tensor(rewards), size)).flatten(), left_out)
+    close(F.log_mean_exp(F.grouped(torch.tensor(rewards), size), temperature).flatten(), soft, 1e-3)
 
 
 @settings(max_examples=40, deadline=None)
-@given(rewards_of_groups, st.floats(0, 2))
+@given(st.lists(st.floats(0, 1, width=32), min_size=8, max_size=8), st.floats(0.1, 3))
+def test_bernoulli_std(rewards, smoothing):
+    expected = []
+    for group in groups(rewards, 4):
+        p = (sum(group) + smoothing) / (4 + 2 * smoothing)
+        expected.append(math.sqrt(p * (1 - p)))
+    close(F.bernoulli_std(torch.tensor(rewards).view(2, 4), smoothing).flatten(), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards_of_groups, st.floats(0, 2, width=32))
 def test_has_reward_variance(case, tolerance):
     size, rewards = case
     numbers = torch.tensor(rewards).tolist()
@@ -72,7 +84,7 @@ def test_variance_is_of_raw_rewards_not_of_a_rounded_deviation():
 @pytest.mark.parametrize("group_size", [1, 0, 3])
 def test_groups_must_be_whole(group_size):
     with pytest.raises(ValueError, match="group"):
-        F.group_centred(torch.ones(4), group_size)
+        F.grouped(torch.ones(4), group_size)
 
 
 tokens = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3))

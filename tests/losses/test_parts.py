@@ -1,0 +1,444 @@
+"""What the parts of a loss must obey, whatever they are assembled to."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lgrpo.advantages import (
+    BatchMean,
+    BatchStd,
+    BernoulliStd,
+    ComposedAdvantage,
+    DropNegatives,
+    ExponentiallyWeighted,
+    GroupMeanScale,
+    GroupStd,
+    LeaveOneOut,
+    LogMeanExp,
+    NoBaseline,
+    Scores,
+)
+from lgrpo.cli import LGRPOCLI
+from lgrpo.losses import (
+    AsymmetricImportance,
+    BehaviourForwardKL,
+    BehaviourK2,
+    ComposedLoss,
+    ConstantSum,
+    DualClip,
+    EntropyBonus,
+    GeometricClip,
+    Importance,
+    MaskedImportance,
+    MinClip,
+    NoGate,
+    NoWeight,
+    OffPolicySequenceMask,
+    OneSide,
+    PolicyLogprobs,
+    ReferenceKL,
+    Ring,
+    SecondMoment,
+    SequenceMean,
+    SequenceRatio,
+    TokenMean,
+    TokenRatio,
+    TruncatedImportance,
+    TwoSide,
+    WeightClamp,
+)
+from tests.parity.random_batch import loss_and_gradient, rollout
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+METHODS = sorted(path.stem for path in (CONFIGS / "algorithms").glob("*.yaml"))
+
+
+def numbers(rows=8, width=10, seed=0, dtype=torch.float32, noise=0.5):
+    """Log-probabilities of four policies around each other, advantages, and rows of mixed lengths."""
+    g = torch.Generator().manual_seed(seed)
+    behaviour = -torch.rand(rows, width, generator=g, dtype=dtype) * 2 - 0.05
+    near = lambda: behaviour + noise * torch.randn(rows, width, generator=g, dtype=dtype)  # noqa: E731
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=g)
+    lengths[0] = width
+    mask = torch.arange(width) < lengths
+    batch = rollout(behaviour, mask, torch.randn(rows, generator=g, dtype=dtype))
+    return batch, near(), near(), near()
+
+
+def scores(rewards, group_size=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rewards = torch.as_tensor(rewards, dtype=torch.float32)
+    lengths = torch.randint(1, 9, rewards.shape, generator=g).double()
+    return Scores(rewards=rewards, lengths=lengths, draws=torch.rand(len(rewards), generator=g), group_size=group_size)
+
+
+def build(method):
+    """A named method's loss, as the command line builds it."""
+    files = [f"--config={CONFIGS / 'tiny.yaml'}", f"--config={CONFIGS / 'algorithms' / method}.yaml"]
+    return LGRPOCLI([*files, "--trainer.logger=false"], run=False).model.loss
+
+
+class TestEquivalences:
+    def test_one_side_with_importance_is_the_min_clip_on_ten_thousand_points(self):
+        batch, policy, _, _ = numbers(rows=1000, width=10)
+        batch.completion_mask[:] = batch.loss_mask[:] = True
+        batch.advantages[:] = torch.randn(1000, 10, generator=torch.Generator().manual_seed(1))
+        batch.behaviour_logprobs[:] = policy - 0.5 * torch.randn(1000, 10, generator=torch.Generator().manual_seed(2))
+        _, clip = loss_and_gradient(ComposedLoss(gate=MinClip(0.2, 0.3)), batch, policy)
+        _, gate = loss_and_gradient(ComposedLoss(gate=OneSide(0.2, 0.3), weight=Importance()), batch, policy)
+        assert int((clip == 0).sum()) > 1000  # it binds
+        assert torch.allclose(clip, gate, atol=1e-7)
+
+    def test_around_the_proximal_policy_the_first_pass_never_clips(self):
+        batch, policy, _, _ = numbers()
+        for centre in ("proximal", "proximal_multiplicative"):
+            loss = ComposedLoss(gate=MinClip(0.2, 0.2, centre))
+            logprobs = PolicyLogprobs(policy=policy, entropy=policy, proximal=policy)
+            output = loss(batch, logprobs)
+            assert not output.clipped_low.any()
+            assert not output.clipped_high.any()
+            _, gradient = loss_and_gradient(loss, batch, policy, proximal=policy)
+            _, plain = loss_and_gradient(ComposedLoss(weight=Importance()), batch, policy)
+            assert torch.allclose(gradient, plain, atol=1e-7)
+        around_one = ComposedLoss(gate=MinClip())(batch, PolicyLogprobs(policy=policy, entropy=policy))
+        assert around_one.clipped_low.any()
+
+    def test_asymre_is_a_shift_of_the_advantage(self):
+        batch, policy, _, _ = numbers()
+        by_loss = loss_and_gradient(ComposedLoss(regularisers=[BehaviourForwardKL(0.1)]), batch, policy)
+        rewards = scores(torch.randint(0, 2, (8,)).float())
+        shift = ComposedAdvantage(shift=0.1)(rewards) - ComposedAdvantage()(rewards)
+        batch.advantages = torch.where(batch.completion_mask, batch.advantages + shift[:, None], 0.0)
+        by_advantage = loss_and_gradient(ComposedLoss(), batch, policy)
+        assert abs(by_loss[0] - by_advantage[0]) < 1e-5
+        assert torch.allclose(by_loss[1], by_advantage[1], atol=1e-6)
+
+    def test_decoupled_ppo_is_the_clip_around_the_proximal_policy_weighted_by_it(self):
+        batch, policy, proximal, _ = numbers()
+        band = ComposedLoss(gate=MinClip(0.2, 0.3, "proximal_multiplicative"))
+        weight = ComposedLoss(TokenRatio("proximal"), MinClip(0.2, 0.3), TruncatedImportance(math.inf))
+        one, other = (loss_and_gradient(loss, batch, policy, proximal=proximal) for loss in (band, weight))
+        assert abs(one[0] - other[0]) < 1e-5
+        assert torch.allclose(one[1], other[1], atol=1e-6)
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=8), st.integers(0, 10**6))
+    def test_the_pairwise_identity_of_paper_b(self, rewards, seed):
+        """Σ_{i<j} (r_i - r_j)(g_i - g_j) = K Σ (r_i - r̄) g_i: pairs of a group say what its mean says."""
+        r, size = torch.tensor(rewards, dtype=torch.float64), len(rewards)
+        g = torch.randn(size, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        pairs = sum((r[i] - r[j]) * (g[i] - g[j]) for i in range(size) for j in range(i + 1, size))
+        centred = (r - r.mean()) @ g
+        assert torch.allclose(torch.as_tensor(pairs), size * centred, atol=1e-8)
+
+    def test_a_masked_group_is_a_deleted_group(self):
+        batch, policy, _, reference = numbers()
+        for aggregation in (TokenMean("live"), SequenceMean("live"), ConstantSum(40)):
+            loss = ComposedLoss(gate=MinClip(), regularisers=[ReferenceKL(0.1)], aggregation=aggregation)
+            masked = copy.deepcopy(batch)
+            masked.loss_mask[:4] = False
+            masked.totals.live_tokens, masked.totals.live_sequences = float(masked.loss_mask.sum()), 4.0
+            deleted = batch.select(torch.arange(4, 8))
+            width = deleted.tokens.shape[1]
+            deleted.totals = masked.totals
+            whole = loss_and_gradient(loss, masked, policy, reference=reference)
+            rest = loss_and_gradient(loss, deleted, policy[4:, :width], reference=reference[4:, :width])
+            assert abs(whole[0] - rest[0]) < 1e-6
+            assert torch.allclose(whole[1][4:, :width], rest[1], atol=1e-7)
+            assert not whole[1][:4].any()
+
+
+ADVANTAGES = {
+    "whitened": ComposedAdvantage(scale=GroupStd()),
+    "bernoulli": ComposedAdvantage(scale=BernoulliStd()),
+    "leave one out": ComposedAdvantage(LeaveOneOut()),
+    "log-mean-exp": ComposedAdvantage(LogMeanExp(0.5)),
+    "batch": ComposedAdvantage(BatchMean(), BatchStd()),
+    "reward": ComposedAdvantage(NoBaseline()),
+    "maxrl": ComposedAdvantage(scale=GroupMeanScale()),
+    "drop": DropNegatives(),
+    "weight": ExponentiallyWeighted(),
+    "adaptive": ExponentiallyWeighted(temperature="adaptive"),
+}
+
+
+class TestAdvantages:
+    @pytest.mark.parametrize("name", ADVANTAGES)
+    @settings(max_examples=30, deadline=None)
+    @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=8, max_size=8), st.permutations(range(4)))
+    def test_the_order_of_siblings_does_not_matter(self, name, rewards, order):
+        own = scores(rewards)
+        places = torch.tensor([*order, *(4 + place for place in order)])
+        other = Scores(rewards=own.rewards[places], lengths=own.lengths[places], draws=own.draws[places], group_size=4)
+        advantage = ADVANTAGES[name]
+        assert torch.allclose(advantage(own)[places], advantage(other), atol=1e-5)
+        assert advantage(own).isfinite().all()
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=6, max_size=6), st.integers(0, 10**6))
+    def test_red_drop_leaves_no_more_negatives_than_positives(self, rewards, seed):
+        own = scores(rewards, group_size=6, seed=seed)
+        advantages = DropNegatives()(own)
+        r = own.rewards
+        negative, positive = r < r.mean() - 1e-6, r > r.mean() + 1e-6
+        kept_negative = negative & (advantages != 0)
+        surplus = int(negative.sum()) - int(positive.sum())
+        if surplus > 0:
+            assert int(kept_negative.sum()) <= int(positive.sum())
+            kept = r[positive | ~negative | kept_negative]
+            expected = torch.where(positive | ~negative | kept_negative, r - kept.mean(), 0.0)
+        else:
+            expected = r - r.mean()
+        assert torch.allclose(advantages, expected, atol=1e-6)
+        assert abs(float(advantages.sum())) < 1e-5  # a mean over the kept
+
+    def test_red_drop_chooses_at_random_and_the_same_each_time(self):
+        rewards = [1.0, 0.0, 0.0, 0.0, 0.0]
+        chosen = [DropNegatives()(scores(rewards, 5, seed)).nonzero().flatten().tolist() for seed in range(30)]
+        assert len({tuple(places) for places in chosen}) == 4
+        assert all(len(places) == 2 for places in chosen)
+        assert chosen[3] == DropNegatives()(scores(rewards, 5, 3)).nonzero().flatten().tolist()
+
+    def test_adaptive_temperature_balances_tokens(self):
+        own = scores([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+        own.lengths[:] = torch.tensor([2, 9, 4, 5, 3, 2, 9, 3])
+        weighted = ExponentiallyWeighted(temperature="adaptive", least_temperature=0.1)(own)
+        assert abs(float((own.lengths * weighted).sum())) < 1e-3
+        assert float((own.lengths * ComposedAdvantage()(own)).sum()) < -1
+        own.lengths[:] = 5  # nothing to balance: the advantages stay
+        assert torch.equal(ExponentiallyWeighted(temperature="adaptive")(own), ComposedAdvantage()(own))
+
+    def test_maxrl_of_a_group_without_success_is_zero(self):
+        assert not ComposedAdvantage(scale=GroupMeanScale())(scores([0.0] * 4 + [1.0, 0, 0, 0]))[:4].any()
+
+
+# (loss, weight of A ∇log π at a token, from the token's ratio r, its completion's geometric mean s and product p,
+#  the advantage a, the token's proximal ratio b = π_k/π_α and u = π_θ/π_k)
+FORMULAS = {
+    "reinforce": (ComposedLoss(), lambda t: 1.0),
+    "importance": (ComposedLoss(weight=Importance()), lambda t: t["r"]),
+    "one-side": (
+        ComposedLoss(gate=OneSide(0.2, 0.3)),
+        lambda t: float(t["r"] <= 1.3 if t["a"] > 0 else t["r"] >= 0.8),
+    ),
+    "two-side": (
+        ComposedLoss(gate=TwoSide(0.2, 0.3), weight=Importance()),
+        lambda t: t["r"] if 0.8 <= t["r"] <= 1.3 else 0.0,
+    ),
+    "ring": (
+        ComposedLoss(gate=Ring(0.1, 0.1, 0.3, 0.5)),
+        lambda t: float(0.9 <= t["r"] <= 1.1 or (t["r"] <= 0.7 if t["a"] > 0 else t["r"] >= 1.5)),
+    ),
+    "sequence one-side": (
+        ComposedLoss(SequenceRatio(), OneSide(0.05, 0.05), Importance(), aggregation=TokenMean()),
+        lambda t: t["s"] if (t["s"] <= 1.05 if t["a"] > 0 else t["s"] >= 0.95) else 0.0,
+    ),
+    "sequence product": (ComposedLoss(SequenceRatio(mean="product"), weight=Importance()), lambda t: t["p"]),
+    "cispo": (ComposedLoss(gate=WeightClamp(0.4, 0.3)), lambda t: min(max(t["r"], 0.6), 1.3)),
+    "topr": (ComposedLoss(weight=AsymmetricImportance()), lambda t: 1.0 if t["a"] > 0 else min(t["r"], 1.0)),
+    "tis": (ComposedLoss(TokenRatio("none"), weight=TruncatedImportance(1.2)), lambda t: min(t["b"], 1.2)),
+    "mis": (
+        ComposedLoss(TokenRatio("none"), weight=MaskedImportance(0.8, 1.3)),
+        lambda t: t["b"] if 0.8 <= t["b"] <= 1.3 else 0.0,
+    ),
+    "min-clip": (
+        ComposedLoss(gate=MinClip(0.2, 0.3)),
+        lambda t: t["r"] if (t["r"] <= 1.3 if t["a"] > 0 else t["r"] >= 0.8) else 0.0,
+    ),
+    "additive band": (
+        ComposedLoss(gate=MinClip(0.2, 0.3, "proximal")),
+        lambda t: t["r"] if (t["r"] <= t["b"] + 0.3 if t["a"] > 0 else t["r"] >= max(t["b"] - 0.2, 0)) else 0.0,
+    ),
+    "proximal ratio": (
+        ComposedLoss(TokenRatio("proximal"), MinClip(0.2, 0.3)),
+        lambda t: t["u"] if (t["u"] <= 1.3 if t["a"] > 0 else t["u"] >= 0.8) else 0.0,
+    ),
+    "dual clip": (
+        ComposedLoss(gate=DualClip(0.2, 0.3, cap=1.5)),
+        lambda t: t["r"] if (t["r"] <= 1.3 if t["a"] > 0 else 0.8 <= t["r"] <= 1.5) else 0.0,
+    ),
+    "off-policy mask": (
+        ComposedLoss(gate=OffPolicySequenceMask(NoGate(), 0.05)),
+        lambda t: 0.0 if t["a"] < 0 and -math.log(t["s"]) > 0.05 else 1.0,
+    ),
+    "scaled": (ComposedLoss(scale=0.5), lambda t: 0.5),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_gradients_against_the_formula(name):
+    loss, weight = FORMULAS[name]
+    batch, policy, proximal, _ = numbers(seed=3)
+    _, gradient = loss_and_gradient(loss, batch, policy, proximal=proximal)
+    total, seen = float(batch.completion_mask.sum()), set()
+    for i in range(len(batch)):
+        length = int(batch.completion_mask[i].sum())
+        logs = [float(policy[i, t] - batch.behaviour_logprobs[i, t]) for t in range(length)]
+        for t in range(batch.tokens.shape[1]):
+            if t >= length:
+                assert gradient[i, t] == 0
+                continue
+            facts = {
+                "r": math.exp(logs[t]),
+                "s": math.exp(sum(logs) / length),
+                "p": math.exp(sum(logs)),
+                "a": float(batch.advantages[i, 0]),
+                "b": math.exp(float(proximal[i, t] - batch.behaviour_logprobs[i, t])),
+                "u": math.exp(float(policy[i, t] - proximal[i, t])),
+            }
+            expected = -facts["a"] * weight(facts) / total
+            seen.add(weight(facts))
+            assert abs(float(gradient[i, t]) - expected) < 1e-5
+    assert len(seen) > 1 or name in ("reinforce", "scaled")  # both sides of every condition occur
+
+
+DIFFERENTIABLE = {
+    "min-clip": ComposedLoss(gate=MinClip()),
+    "sequence ratio": ComposedLoss(SequenceRatio(), MinClip(), aggregation=SequenceMean()),
+    "product": ComposedLoss(SequenceRatio(mean="product"), MinClip()),
+    "dual clip": ComposedLoss(gate=DualClip(cap=1.5)),
+    "geometric clip": ComposedLoss(gate=GeometricClip(), aggregation=SequenceMean()),
+    "additive band": ComposedLoss(gate=MinClip(centre="proximal")),
+    "k1": ComposedLoss(regularisers=[ReferenceKL(0.3, "k1")]),
+    "k2": ComposedLoss(regularisers=[ReferenceKL(0.3, "k2")]),
+    "k3": ComposedLoss(regularisers=[ReferenceKL(0.3, "k3")]),
+    "corrected k3": ComposedLoss(regularisers=[ReferenceKL(0.3, "k3_corrected")]),
+    "behaviour k2": ComposedLoss(regularisers=[BehaviourK2()]),
+    "forward kl": ComposedLoss(regularisers=[BehaviourForwardKL()]),
+    "constant sum": ComposedLoss(gate=MinClip(), aggregation=ConstantSum(10)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_by_finite_differences(name):
+    loss = DIFFERENTIABLE[name]
+    batch, policy, proximal, reference = numbers(seed=5, dtype=torch.float64)
+    _, gradient = loss_and_gradient(loss, batch, policy, proximal, reference)
+    step = 1e-6
+    for i, t in batch.completion_mask.nonzero().tolist():
+        ends = []
+        for sign in (1, -1):
+            moved = policy.clone()
+            moved[i, t] += sign * step
+            value = loss(
+                batch,
+                PolicyLogprobs(policy=moved, entropy=moved, proximal=proximal, reference=reference),
+            ).loss
+            ends.append(float(value))
+        assert abs((ends[0] - ends[1]) / (2 * step) - float(gradient[i, t])) < 1e-6
+
+
+def test_the_second_moment_is_held():
+    batch, policy, _, _ = numbers(rows=64)
+    loss = ComposedLoss(gate=SecondMoment(0.04), weight=Importance())
+    output = loss(batch, PolicyLogprobs(policy=policy, entropy=policy))
+    log_ratio = policy - batch.behaviour_logprobs
+    harmful = batch.loss_mask & (log_ratio * batch.advantages > 0)
+    kept = harmful & ~output.clipped_low & ~output.clipped_high
+    assert float(log_ratio[harmful].square().mean()) > 0.04 >= float(log_ratio[kept].square().mean())
+    assert not (output.clipped_low | output.clipped_high)[batch.loss_mask & ~harmful].any()
+    worst_kept, best_dropped = log_ratio[kept].abs().max(), log_ratio[harmful & ~kept].abs().min()
+    assert worst_kept <= best_dropped
+
+
+def test_the_entropy_bonus_has_a_gradient():
+    from tests.helpers import a_batch, tiny_policy
+
+    policy, batch = tiny_policy(), a_batch()
+    policy.build()
+    batch.totals.all_tokens = float(batch.completion_mask.sum())
+
+    def entropy(gradient):
+        return policy(batch.tokens, batch.completion_mask, 1.0, entropy_gradient=gradient)
+
+    logprobs, values = entropy(True)
+    loss = ComposedLoss(regularisers=[EntropyBonus(1.0)])
+    assert loss.needs_entropy_gradient
+    batch.advantages[:] = 0
+    loss(batch, PolicyLogprobs(policy=logprobs, entropy=values)).loss.backward()
+    weight = policy.model.get_input_embeddings().weight
+    own = float(weight.grad[3, 5])
+    ends = []
+    for step in (1e-2, -1e-2):
+        with torch.no_grad():
+            weight[3, 5] += step
+            ends.append(-float(entropy(False)[1].sum()) / batch.totals.all_tokens)
+            weight[3, 5] -= step
+    assert own != 0
+    assert abs((ends[0] - ends[1]) / 2e-2 - own) < 1e-4
+    assert not entropy(False)[1].requires_grad
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_micro_batches_add_up(method):
+    """The loss of a rollout is the sum of its pieces' losses, whatever the method."""
+    batch, policy, proximal, reference = numbers(rows=32)
+    loss = build(method)
+    whole, gradient = loss_and_gradient(loss, batch, policy, proximal, reference)
+    total, pieces = 0.0, torch.zeros_like(gradient)
+    for piece in batch.split(3):
+        width = piece.tokens.shape[1]
+        chosen = [values[piece.rows, :width] for values in (policy, proximal, reference)]
+        value, own = loss_and_gradient(loss, piece, *chosen)
+        total += value
+        pieces[piece.rows, :width] += own
+    if method == "m2po":  # chooses among the tokens of a micro-batch, as its class says
+        assert not torch.allclose(gradient, pieces, atol=1e-6)
+        return
+    assert abs(total - whole) < 1e-5
+    assert torch.allclose(gradient, pieces, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ComposedLoss(gate=MinClip(), weight=Importance()), "so it would be squared"),
+        (lambda: ComposedLoss(gate=WeightClamp(), weight=AsymmetricImportance()), "so it would be squared"),
+        (lambda: ComposedLoss(weight=TruncatedImportance()), "holds that factor already"),
+        (lambda: ComposedLoss(gate=MinClip(), weight=MaskedImportance()), "holds that factor already"),
+        (lambda: ComposedLoss(TokenRatio("proximal"), MinClip(centre="proximal")), "use centre 'one'"),
+        (lambda: ComposedLoss(SequenceRatio(), MinClip(centre="proximal")), "use centre 'one'"),
+        (
+            lambda: ComposedLoss(TokenRatio("none"), OffPolicySequenceMask(MinClip(centre="proximal"))),
+            "use centre 'one'",
+        ),
+        (lambda: ComposedLoss(TokenRatio("none"), OneSide()), "always 1"),
+        (lambda: ComposedLoss(TokenRatio("none"), weight=Importance()), "always 1"),
+        (lambda: ComposedLoss(SequenceRatio(), GeometricClip()), "use TokenRatio"),
+        (lambda: ComposedLoss(scale=0), "scale is 0"),
+        (lambda: OneSide(low=1.5), "low from 0 to 1"),
+        (lambda: TwoSide(high=-0.1), "half-widths"),
+        (lambda: Ring(outer_low=0.1), "lie inside the band"),
+        (lambda: DualClip(cap=1.1), "must lie above the band"),
+        (lambda: GeometricClip(low=-1), "half-widths of a band of log-ratios"),
+        (lambda: SecondMoment(0), "limit is 0"),
+        (lambda: OffPolicySequenceMask(threshold=0), "threshold is 0"),
+        (lambda: TruncatedImportance(0), "cap is 0"),
+        (lambda: MaskedImportance(2.0, 0.5), "no band of weights"),
+        (lambda: ReferenceKL(0), "Leave the part out"),
+        (lambda: EntropyBonus(-1), "coef is -1"),
+        (lambda: LogMeanExp(0), "temperature is 0"),
+        (lambda: ExponentiallyWeighted(temperature=0), "is 0; it must be above 0"),
+        (lambda: ExponentiallyWeighted(temperature="adaptive", least_temperature=0), "is 0; it must be above 0"),
+        (lambda: BernoulliStd(0), "smoothing is 0"),
+        (lambda: ComposedAdvantage(scale=BernoulliStd())(scores([2.0, 0, 0, 0])), "use GroupStd"),
+        (lambda: ComposedAdvantage(scale=GroupMeanScale())(scores([-1.0, 0, 0, 0])), "one is negative"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_part_left_out_is_a_part_that_does_nothing():
+    batch, policy, _, _ = numbers()
+    _, plain = loss_and_gradient(ComposedLoss(), batch, policy)
+    _, spelt = loss_and_gradient(ComposedLoss(TokenRatio(), NoGate(), NoWeight(), []), batch, policy)
+    assert torch.equal(plain, spelt)

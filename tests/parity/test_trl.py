@@ -1,0 +1,183 @@
+"""Our parts against TRL's own loss, called in this process on the same random log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import trl
+from torch import Tensor
+
+from lgrpo.losses import (
+    ComposedLoss,
+    ConstantSum,
+    DualClip,
+    MaskedImportance,
+    MinClip,
+    NoGate,
+    OffPolicySequenceMask,
+    ReferenceKL,
+    SequenceMean,
+    SequenceRatio,
+    TokenRatio,
+    TruncatedImportance,
+    WeightClamp,
+)
+from tests.helpers import tiny_policy
+from tests.parity.random_batch import loss_and_gradient, rollout
+
+B, T = 8, 12
+
+
+@pytest.fixture(scope="module")
+def numbers() -> dict[str, Tensor]:
+    """Log-probabilities of four policies, far enough apart for every clip to bind."""
+    g = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([12, 1, 5, 9, 12, 3, 7, 10])
+    behaviour = -torch.rand(B, T, generator=g) * 3 - 0.05
+
+    def near(centre: Tensor, noise: float) -> Tensor:
+        return centre + noise * torch.randn(B, T, generator=g)
+
+    return {
+        "mask": (torch.arange(T) < lengths[:, None]).long(),
+        "behaviour": behaviour,
+        "proximal": near(behaviour, 0.3),
+        "policy": near(behaviour, 0.6),
+        "reference": near(behaviour, 0.5),
+        "advantages": torch.randn(B, generator=g),
+    }
+
+
+@pytest.fixture(scope="module")
+def make_trainer(tmp_path_factory):
+    """TRL's trainers, with a tiny model that is never asked anything."""
+    policy = tiny_policy()
+    policy.build()
+    folder = tmp_path_factory.mktemp("model")
+    policy.model.save_pretrained(folder)
+    rows = datasets.Dataset.from_list([{"prompt": "12>"}] * 8)
+
+    def make(**settings: Any) -> Any:
+        defaults = {
+            "output_dir": str(tmp_path_factory.mktemp("trl")),
+            "per_device_train_batch_size": B,
+            "num_generations": 4,
+            "max_completion_length": T,
+            "report_to": [],
+            "use_cpu": True,
+            "beta": 0.0,
+            "bf16": False,
+        }
+        return trl.GRPOTrainer(
+            model=str(folder),  # TRL loads its reference from there
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=trl.GRPOConfig(**defaults | settings),
+            train_dataset=rows,
+            processing_class=policy.tokenizer,
+        )
+
+    return make
+
+
+def trl_loss(trainer: Any, numbers: dict[str, Tensor], **inputs: Tensor) -> tuple[float, Tensor]:
+    """TRL's loss and its gradient by the policy's log-probabilities, which are given to it."""
+    leaf = numbers["policy"].clone().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, torch.zeros(B, T), None)
+    trainer.current_gradient_accumulation_steps = 1
+    mask = numbers["mask"]
+    given = {
+        "prompt_ids": torch.ones(B, 2, dtype=torch.int64),
+        "prompt_mask": torch.ones(B, 2, dtype=torch.int64),
+        "completion_ids": torch.ones(B, T, dtype=torch.int64),
+        "completion_mask": mask,
+        "advantages": numbers["advantages"],
+        "num_items_in_batch": mask.sum(),
+        "ref_per_token_logps": numbers["reference"],
+    }
+    trainer.model.train()
+    loss = trainer._compute_loss(trainer.model, given | inputs)
+    loss.backward()
+    assert leaf.grad is not None
+    return float(loss.detach()), leaf.grad
+
+
+CASES: dict[str, tuple[dict[str, Any], ComposedLoss]] = {
+    # TRL's settings, and ours
+    "grpo": (
+        {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04, "use_bias_correction_kl": False},
+        ComposedLoss(gate=MinClip(), regularisers=[ReferenceKL(0.04)], aggregation=SequenceMean()),
+    ),
+    "corrected k3": (
+        {"loss_type": "dapo", "epsilon": 0.2, "beta": 0.04, "use_bias_correction_kl": True},
+        ComposedLoss(gate=MinClip(), regularisers=[ReferenceKL(0.04, "k3_corrected")]),
+    ),
+    "bnpo": ({"loss_type": "bnpo"}, ComposedLoss(gate=MinClip())),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, ComposedLoss(gate=MinClip(), aggregation=ConstantSum())),
+    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, ComposedLoss(gate=MinClip(0.2, 0.28))),
+    "gspo": (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.08, "epsilon_high": 0.1},
+        ComposedLoss(SequenceRatio(), MinClip(0.08, 0.1), aggregation=SequenceMean()),
+    ),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.3}, ComposedLoss(gate=WeightClamp(1.0, 0.3))),
+    "two-sided clip": ({"loss_type": "dapo", "delta": 2.0}, ComposedLoss(gate=DualClip(cap=2.0))),
+    "off-policy sequence mask": (
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
+        ComposedLoss(gate=OffPolicySequenceMask(MinClip(), 0.05)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_their_gradients(name, numbers, make_trainer):
+    settings, ours = CASES[name]
+    expected, gradient = trl_loss(make_trainer(**settings), numbers, old_per_token_logps=numbers["behaviour"])
+    batch = rollout(numbers["behaviour"], numbers["mask"], numbers["advantages"])
+    value, own = loss_and_gradient(ours, batch, numbers["policy"], reference=numbers["reference"])
+    assert abs(value - expected) <= 1e-5
+    assert torch.allclose(own, gradient * numbers["mask"], atol=1e-5)
+    assert own.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("weight", "ratio"),
+    [
+        (TruncatedImportance(1.5), lambda log: log.exp().clamp(max=1.5)),
+        (MaskedImportance(0.6, 1.5), lambda log: torch.where((log.exp() >= 0.6) & (log.exp() <= 1.5), log.exp(), 0.0)),
+    ],
+)
+def test_weights_for_engine_mismatch(weight, ratio, numbers, make_trainer):
+    """TRL multiplies by a ratio it made while sampling; its own old log-probs are our proximal ones."""
+    trainer = make_trainer(loss_type="dapo")
+    trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+    mismatch = (numbers["proximal"] - numbers["behaviour"]) * numbers["mask"]
+    expected, gradient = trl_loss(
+        trainer, numbers, old_per_token_logps=numbers["proximal"], importance_sampling_ratio=ratio(mismatch)
+    )
+    ours = ComposedLoss(TokenRatio("proximal"), MinClip(), weight)
+    batch = rollout(numbers["behaviour"], numbers["mask"], numbers["advantages"])
+    value, own = loss_and_gradient(ours, batch, numbers["policy"], proximal=numbers["proximal"])
+    assert abs(value - expected) <= 1e-5
+    assert torch.allclose(own, gradient * numbers["mask"], atol=1e-5)
+
+
+def test_without_old_logprobs_trl_is_our_ratio_over_none(numbers, make_trainer):
+    expected, gradient = trl_loss(make_trainer(loss_type="dapo"), numbers)
+    batch = rollout(numbers["behaviour"], numbers["mask"], numbers["advantages"])
+    value, own = loss_and_gradient(ComposedLoss(TokenRatio("none"), MinClip()), batch, numbers["policy"])
+    assert abs(value - expected) <= 1e-5
+    assert torch.allclose(own, gradient * numbers["mask"], atol=1e-5)
+    _, plain = loss_and_gradient(ComposedLoss(gate=NoGate()), batch, numbers["policy"])
+    assert torch.allclose(own, plain, atol=1e-7)  # which is REINFORCE
+
+
+def test_cispo_cap_is_absolute_in_trl_and_relative_here(numbers, make_trainer):
+    batch = rollout(numbers["behaviour"], numbers["mask"], numbers["advantages"])
+    theirs, _ = trl_loss(
+        make_trainer(loss_type="cispo", epsilon_high=1.3), numbers, old_per_token_logps=numbers["behaviour"]
+    )
+    same_number, _ = loss_and_gradient(ComposedLoss(gate=WeightClamp(1.0, 1.3)), batch, numbers["policy"])
+    same_cap, _ = loss_and_gradient(ComposedLoss(gate=WeightClamp(1.0, 0.3)), batch, numbers["policy"])
+    assert abs(same_cap - theirs) <= 1e-5 < abs(same_number - theirs)

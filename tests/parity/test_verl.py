@@ -1,0 +1,121 @@
+"""Our parts against what verl computed, kept in ``verl/*.json``: how that was made and what it means is told there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lgrpo.advantages import Advantage, BatchStd, ComposedAdvantage, GroupStd, LeaveOneOut, Scores
+from lgrpo.functional import kl_divergence
+from lgrpo.losses import (
+    ComposedLoss,
+    ConstantSum,
+    DualClip,
+    GeometricClip,
+    MaskedImportance,
+    MinClip,
+    SequenceMean,
+    SequenceRatio,
+    TokenRatio,
+    TruncatedImportance,
+    WeightClamp,
+)
+from tests.parity.random_batch import loss_and_gradient, rollout
+
+FOLDER = Path(__file__).parent / "verl"
+BATCH = json.loads((FOLDER / "batch.json").read_text())
+ROWS = 8
+
+
+def tensor(name: str) -> Tensor:
+    return torch.tensor(BATCH[name])
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def scores(rewards: str, lengths: Tensor | None = None) -> Scores:
+    own = tensor("response_mask").sum(1).double() if lengths is None else lengths
+    return Scores(rewards=tensor(rewards), lengths=own, draws=torch.zeros(ROWS), group_size=4)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": ComposedAdvantage(scale=GroupStd(eps=1e-6, eps_placement="outside", unbiased=True)),
+    "grpo_no_std": ComposedAdvantage(),
+    "rloo": ComposedAdvantage(LeaveOneOut()),
+}
+
+
+@pytest.mark.parametrize("rewards", ["binary", "real", "constant_group"])
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages(name, rewards):
+    expected = torch.tensor(read(f"adv_{name}_{rewards}")["outputs"]["advantages"])
+    assert torch.allclose(ADVANTAGES[name](scores(f"rewards_{rewards}")), expected, atol=1e-5)
+
+
+def test_reinforce_plus_plus_whitens_completions_where_verl_whitens_tokens():
+    ours = ComposedAdvantage(scale=BatchStd())(scores("rewards_real"))
+    theirs = torch.tensor(read("adv_reinforce_plus_plus_baseline_real")["outputs"]["advantages"])
+    assert not torch.allclose(ours, theirs, atol=1e-2)
+    centred = ComposedAdvantage()(scores("rewards_real"))
+    tokens = centred.repeat_interleave(tensor("response_mask").sum(1))  # each token with its completion's number
+    assert torch.allclose((centred - tokens.mean()) / (tokens.var() + 1e-8).sqrt(), theirs, atol=1e-5)
+    assert torch.allclose(ours, centred / (centred.std() + 1e-6), atol=1e-6)
+
+
+# vanilla: the dual clip is always on in verl; in these cases no ratio reaches its cap
+CLIP = {"low": 0.2, "high": 0.28}
+LOSSES: dict[str, ComposedLoss] = {
+    "vanilla_token_mean": ComposedLoss(gate=MinClip(**CLIP)),
+    "vanilla_seq_mean_token_mean": ComposedLoss(gate=MinClip(**CLIP), aggregation=SequenceMean()),
+    "vanilla_seq_mean_token_sum": ComposedLoss(gate=MinClip(**CLIP), aggregation=ConstantSum(ROWS)),
+    "vanilla_seq_mean_token_sum_norm": ComposedLoss(gate=MinClip(**CLIP), aggregation=ConstantSum()),
+    "vanilla_dual_clip_token_mean": ComposedLoss(gate=DualClip(**CLIP, cap=3.0)),
+    "vanilla_dual_clip_seq_mean_token_mean": ComposedLoss(gate=DualClip(**CLIP, cap=3.0), aggregation=SequenceMean()),
+    "gspo": ComposedLoss(SequenceRatio(), MinClip(low=0.08, high=0.1), aggregation=SequenceMean()),
+    "geo_mean": ComposedLoss(gate=GeometricClip(**CLIP), aggregation=SequenceMean()),
+    "cispo": ComposedLoss(gate=WeightClamp(**CLIP)),
+    "cispo_upper_only": ComposedLoss(gate=WeightClamp(low=1.0, high=0.28)),
+    "gpg": ComposedLoss(),  # REINFORCE
+    "decoupled_token_tis": ComposedLoss(TokenRatio("proximal"), MinClip(**CLIP), TruncatedImportance(2.0)),
+    "decoupled_sequence_tis": ComposedLoss(
+        TokenRatio("proximal"), MinClip(**CLIP), TruncatedImportance(2.0, level="sequence")
+    ),
+    "decoupled_token_icepop": ComposedLoss(TokenRatio("proximal"), MinClip(**CLIP), MaskedImportance(0.5, 2.0)),
+    "bypass_ppo_clip": ComposedLoss(gate=MinClip(**CLIP)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_gradients(name):
+    case = read(f"loss_{name}")
+    inputs = case["inputs"]
+    old = tensor(inputs["old_log_prob"])
+    behaviour = tensor(inputs["rollout_log_prob"]) if "rollout_log_prob" in inputs else old
+    batch = rollout(behaviour, tensor("response_mask"), tensor("advantages"))
+    value, gradient = loss_and_gradient(LOSSES[name], batch, tensor(inputs["log_prob"]), proximal=old)
+    assert abs(value - case["outputs"]["loss"]) <= 1e-5
+    assert torch.allclose(gradient, torch.tensor(case["outputs"]["grad_log_prob"]), atol=1e-5)
+    assert gradient.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl(estimator):
+    case = read(f"kl_{estimator}")
+    policy = tensor("log_prob").requires_grad_()
+    values = kl_divergence(policy, tensor("ref_log_prob"), estimator)
+    values.sum().backward()
+    assert torch.allclose(values, torch.tensor(case["outputs"]["kl"]), atol=1e-5)
+    assert torch.allclose(policy.grad, torch.tensor(case["outputs"]["grad_log_prob"]), atol=1e-5)
+
+
+def test_verl_cuts_k3_at_ten_and_we_do_not():
+    theirs = torch.tensor(read("kl_k3_far")["outputs"]["kl"])
+    ours = kl_divergence(tensor("log_prob"), tensor("ref_log_prob_far"), "k3")
+    assert float(theirs.max()) == 10.0 < float(ours.max())

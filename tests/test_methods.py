@@ -1,0 +1,208 @@
+"""Every named method trains, and a user's own part takes the place of any of ours."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lgrpo import ClippedLoss, Sampling, ZeroVarianceMask
+from lgrpo.advantages import BatchMean, BatchStd, ComposedAdvantage, DropNegatives
+from lgrpo.callbacks import OverlongMask
+from lgrpo.cli import LGRPOCLI
+from lgrpo.data import DynamicSampling
+from lgrpo.functional import has_reward_variance
+from lgrpo.losses import ComposedLoss, EntropyBonus, MinClip
+from lgrpo.rewards import ExactMatch, OverlongPenalty, Reward
+from lgrpo.tasks import SortDigits
+from tests.helpers import Logged, fit
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+METHODS = sorted(path.stem for path in (CONFIGS / "algorithms").glob("*.yaml"))
+NAMED = """grpo off_policy_grpo off_policy_grpo_eq6 reinforce rec_oneside_is rec_oneside_nois rec_twoside_is
+rec_twoside_nois rec_ring_is rec_ring_nois rec_gspo_is rec_gspo_nois rec_oneside_wide red_drop red_weight
+red_weight_adaptive opmd opmd_kimi asymre dr_grpo dapo gspo gmpo cispo rloo reinforce_plus_plus maxrl topr decoupled_ppo
+tis_grpo mis_grpo m2po"""
+
+
+def test_no_method_is_missing():
+    assert sorted(NAMED.split()) == METHODS
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_thirty_steps_on_the_demonstration(method):
+    cli = LGRPOCLI(
+        [
+            f"--config={CONFIGS / 'demo.yaml'}",
+            f"--config={CONFIGS / 'algorithms' / method}.yaml",
+            "--weight_sync.period=5",
+            "--data.num_prompts=8",
+            "--data.num_rollouts=30",
+            "--trainer.max_epochs=1",
+            "--trainer.limit_val_batches=0",
+            "--trainer.enable_progress_bar=false",
+            "--trainer.enable_checkpointing=false",
+            "--trainer.logger=false",
+            "--trainer.callbacks=lgrpo.callbacks.SupervisedWarmStart",
+        ],
+        run=False,
+    )
+    logged = Logged()
+    cli.trainer.callbacks.append(logged)
+    cli.model.policy.build()
+    before = {name: p.detach().clone() for name, p in cli.model.policy.named_parameters()}
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert [row["train/lag"] for row in logged.rows] == [k % 5 for k in range(30)]
+    assert all(math.isfinite(row["train/loss"]) for row in logged.rows)
+    moved = [p for name, p in cli.model.policy.named_parameters() if not torch.equal(p, before[name])]
+    assert moved
+    assert all(p.isfinite().all() for p in moved)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_overlays_leave_nothing_of_each_other(method, tmp_path):
+    """A method on top of another is that method: its file says all there is to say."""
+
+    def shown(*names):
+        files = [f"--config={CONFIGS / name}.yaml" for name in ("tiny", *names)]
+        config = LGRPOCLI([*files, "--trainer.logger=false"], run=False).config
+        return yaml.safe_dump({"loss": config.model.loss.as_dict(), "advantage": config.data.advantage.as_dict()})
+
+    own = shown(f"algorithms/{method}")
+    for other in ("rec_ring_is", "tis_grpo", "red_weight_adaptive", "opmd"):
+        assert shown(f"algorithms/{other}", f"algorithms/{method}") == own
+
+
+def test_a_part_of_the_users_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from lgrpo.losses import MaskGate\n"
+        "class OnlyUnlikely(MaskGate):\n"
+        "    def __init__(self, below: float = 0.5) -> None:\n"
+        "        self.below = below\n"
+        "    def keeps(self, terms):\n"
+        "        return terms.logprobs.policy.exp() < self.below\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = [
+        f"--config={CONFIGS / 'tiny.yaml'}",
+        f"--config={CONFIGS / 'algorithms' / 'reinforce'}.yaml",
+        "--model.loss.gate=mine.OnlyUnlikely",
+        "--model.loss.gate.below=0.07",
+    ]
+    with pytest.raises(SystemExit):
+        LGRPOCLI([*options, "--print_config"], run=False)
+    assert "class_path: mine.OnlyUnlikely\n        init_args:\n          below: 0.07" in capsys.readouterr().out
+    loss = LGRPOCLI([*options, "--trainer.logger=false"], run=False).model.loss
+    assert type(loss.gate).__name__ == "OnlyUnlikely"
+    run = fit(rollouts=4, v=2, loss=loss)
+    assert all(math.isfinite(row["train/loss"]) for row in run.logged)
+    assert any(row["train/clip_fraction_low"] + row["train/clip_fraction_high"] > 0 for row in run.logged)
+
+
+class TestDataShaping:
+    class Often(Reward):
+        """Right four times in five, whatever the prompt: many groups of four do not vary."""
+
+        def score(self, prompt, completion):
+            return float(completion.token_ids[0] > 4)
+
+    def test_dynamic_sampling_replaces_groups_that_do_not_vary(self):
+        task = self.task()
+        plain = fit(rollouts=4, v=2, data={"task": task})
+        dynamic = fit(rollouts=4, v=2, data={"task": task, "dynamic_sampling": DynamicSampling(max_rounds=20)})
+        dull = [~has_reward_variance(b.rewards, 4) for b in plain.recorder.rollouts]
+        assert any(d.any() for d in dull)
+        for before, after in zip(plain.recorder.rollouts[:1], dynamic.recorder.rollouts[:1], strict=True):
+            kept = has_reward_variance(before.rewards, 4)
+            assert torch.equal(before.positions[kept], after.positions[kept])  # what varied is what it was
+            assert (after.positions[~kept] >= 2**40).all()
+        for batch, row in zip(dynamic.recorder.rollouts, dynamic.logged, strict=True):
+            assert has_reward_variance(batch.rewards, 4).all()
+            assert len(batch) == 16
+            assert row["rollout/zero_variance_fraction"] == 0
+        assert dynamic.logged[0]["rollout/resampled_fraction"] > 0
+        assert dynamic.recorder.lags == plain.recorder.lags
+
+    def test_dynamic_sampling_is_bounded(self):
+        task = self.task(always=True)
+        run = fit(rollouts=3, data={"task": task, "dynamic_sampling": DynamicSampling(max_rounds=2)})
+        assert [len(batch) for batch in run.recorder.rollouts] == [16] * 3
+        assert all(row["rollout/resampled_fraction"] == 2 for row in run.logged)
+        assert all(row["rollout/zero_variance_fraction"] == 1 for row in run.logged)
+
+    def test_dynamic_sampling_does_not_depend_on_what_is_sampled_together(self):
+        data = {"task": self.task(), "dynamic_sampling": DynamicSampling()}
+        one = fit(rollouts=6, v=3, data=data)
+        ahead = fit(rollouts=6, v=3, data=data | {"generate_ahead": True})
+        for a, b in zip(one.recorder.rollouts, ahead.recorder.rollouts, strict=True):
+            assert torch.equal(a.tokens, b.tokens)
+            assert torch.equal(a.positions, b.positions)
+
+    def test_the_overlong_mask_takes_out_what_was_cut_off(self):
+        run = fit(rollouts=4, callbacks=[OverlongMask()], data={"sampling": Sampling(max_tokens=3)})
+        cut = [batch.truncated for batch in run.recorder.rollouts]
+        assert any(c.any() for c in cut)
+        assert any(not c.all() for c in cut)
+        for batch, c in zip(run.recorder.rollouts, cut, strict=True):
+            assert not batch.loss_mask[c].any()
+            assert torch.equal(batch.loss_mask[~c], batch.completion_mask[~c])
+
+    def test_the_overlong_penalty(self):
+        run = fit(rollouts=1, data={"task": self.task(penalty=True)})
+        (batch,) = run.recorder.rollouts
+        lengths = batch.completion_mask.sum(1)
+        first = batch.tokens[torch.arange(16), batch.attention_mask.sum(1) - lengths]
+        expected = (first > 4).float() - ((lengths - 2).clamp(min=0) / 4).clamp(max=1)
+        assert torch.allclose(batch.rewards, expected)
+        with pytest.raises(ValueError, match="buffer is 9"):
+            OverlongPenalty(ExactMatch(), max_tokens=6, buffer=9)
+
+    def test_nothing_left_is_a_step_that_is_skipped_and_counted(self):
+        task = self.task(always=True)
+        for advantage in (DropNegatives(), ComposedAdvantage()):
+            run = fit(
+                rollouts=3,
+                loss=ClippedLoss(kl_coef=0.1),
+                callbacks=[ZeroVarianceMask()],
+                data={"task": task, "advantage": advantage},
+            )
+            assert [row["train/step_skipped"] for row in run.logged] == [1.0] * 3
+            assert all(row["train/loss"] == 0 for row in run.logged)
+            assert all(p.isfinite().all() for p in run.weights.values())
+
+    def test_bad_settings(self):
+        with pytest.raises(ValueError, match="max_rounds is 0"):
+            DynamicSampling(max_rounds=0)
+
+        class Broken(ComposedAdvantage):
+            def __call__(self, scores):
+                return super().__call__(scores) / 0
+
+        with pytest.raises(ValueError, match=r"Broken returned .* of them not finite"):
+            fit(rollouts=1, data={"advantage": Broken()})
+
+    def task(self, always=False, penalty=False):
+        reward = self.Often()
+        if always:
+            reward.score = lambda prompt, completion: 1.0
+        if penalty:
+            reward = OverlongPenalty(reward, max_tokens=6, buffer=4)
+        return SortDigits(num_digits=2, num_held_out=20, reward=reward)
+
+
+def test_an_entropy_bonus_keeps_the_policy_open():
+    plain = fit(rollouts=12, learning_rate=0.3, loss=ComposedLoss(gate=MinClip()))
+    bonus = fit(rollouts=12, learning_rate=0.3, loss=ComposedLoss(gate=MinClip(), regularisers=[EntropyBonus(0.5)]))
+    assert bonus.logged[-1]["train/entropy"] > plain.logged[-1]["train/entropy"] + 0.01
+
+
+def test_statistics_of_the_batch_are_the_rollouts():
+    advantage = ComposedAdvantage(BatchMean(), BatchStd())
+    (batch,) = fit(rollouts=1, data={"advantage": advantage}).recorder.rollouts
+    own = batch.advantages[torch.arange(16), batch.attention_mask.sum(1) - 1]
+    expected = (batch.rewards - batch.rewards.mean()) / (batch.rewards.std() + 1e-6)
+    assert torch.allclose(own, expected, atol=1e-5)
