@@ -16,5 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 def quiet_lightning():
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
+
 settings.register_profile("repeatable", derandomize=True)  # a red run must stay red when it is run again
 settings.load_profile("repeatable")

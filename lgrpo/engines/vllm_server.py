@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -23,11 +22,10 @@ from lgrpo.engines.base import EngineError, NoWeightsError, RolloutEngine, Sampl
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.vllm import check_lengths, import_vllm
+from lgrpo.engines.vllm_transfer import TRANSFERS, FileTransfer
 from lgrpo.engines.vllm_weights import Layout, engine_layout
 from lgrpo.functional import stream_seed
 from lgrpo.types import Completion, PolicyWeights, Prompt
-
-_SHARD_BYTES = 2**30
 
 
 def numbering_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -41,7 +39,7 @@ class VLLMServerEngine(RolloutEngine):
     """vLLM servers, started and stopped here or already running. The next rollout is sampled while this one trains.
 
     Weights travel as safetensors files in shared memory, which the servers read: trainer and servers share a machine,
-    or a file system. The files are the behaviour policy: a checkpoint takes it from there.
+    or a file system. Where they share a GPU, ``transfer: ipc`` spares the files.
     """
 
     can_overlap = True
@@ -60,6 +58,7 @@ class VLLMServerEngine(RolloutEngine):
         tensor_parallel_size: int = 1,
         seeded: bool | None = None,
         requests_at_a_time: int = 64,
+        transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
         start_timeout: float = 600.0,
         sync_timeout: float = 300.0,
@@ -82,6 +81,9 @@ class VLLMServerEngine(RolloutEngine):
             tensor_parallel_size: GPUs a server is spread over.
             seeded: Each request has a seed of its own, so that runs repeat. By default on CPUs only.
             requests_at_a_time: Prompts in flight at each server.
+            transfer: How weights travel: as files, or as CUDA memory of the one GPU that trainer and servers share.
+                vLLM before 0.28 wants ``ray`` installed for ``ipc``; servers of your own want
+                ``--weight-transfer-config '{"backend": "ipc"}'``.
             weights_dir: Folder for the weights' files; by default one in shared memory.
             start_timeout: Seconds until a server must answer.
             sync_timeout: Seconds each step of a sync may take.
@@ -106,6 +108,7 @@ class VLLMServerEngine(RolloutEngine):
         self.tensor_parallel_size = tensor_parallel_size
         self.seeded = seeded
         self.requests_at_a_time = requests_at_a_time
+        self.transfer: Literal["file", "ipc"] = transfer
         self.weights_dir = weights_dir
         self.start_timeout = start_timeout
         self.sync_timeout = sync_timeout
@@ -113,29 +116,30 @@ class VLLMServerEngine(RolloutEngine):
         self.verify = verify
         self.options = options or {}
         self.servers: list[VLLMServer] = []
-        self._folder: Path | None = None
+        self._transfer: FileTransfer | None = None
         self._config: PretrainedConfig | None = None
         self._layout: Layout = {}
         self._longest = 0
 
     def receive(self, weights: PolicyWeights, version: int) -> Sent:
         sent = Sent(dtype=self.dtype)
-        folder = self._write(weights, sent)
-        self._config = weights.config
-        self._layout = engine_layout(sent.shapes)
+        transfer = self._prepare(weights)
         try:
-            if not self.servers:
-                self._connect(folder, next(iter(weights))[1].dtype)
-                if self.urls is not None:
-                    self._reload(folder)
+            if self.servers:
+                self._replace_weights(transfer, weights, sent)
             else:
-                self._reload(folder)
+                transfer.write(weights, sent)
+                self._connect(transfer, next(iter(weights))[1].dtype)
+                if self.urls is not None:
+                    self._replace_weights(transfer, weights, sent)
             for server in self.servers:
                 server.rpc("lgrpo_set_version", self.sync_timeout, version=version)
         except EngineError as error:
             if not self.servers:  # it did not even start
                 raise
             raise WeightSyncError(f"the sync failed: {error}") from error
+        self._config = weights.config
+        self._layout = engine_layout(sent.shapes)
         return sent
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:
@@ -152,12 +156,9 @@ class VLLMServerEngine(RolloutEngine):
         return held
 
     def held_weights(self) -> dict[str, Tensor]:
-        if self._folder is None:
+        if self._transfer is None or self._config is None:
             raise NoWeightsError
-        tensors: dict[str, Tensor] = {}
-        for path in sorted(self._folder.glob("*.safetensors")):
-            tensors |= load_file(path)
-        return tensors
+        return self._transfer.held_weights(self.servers, self._layout)
 
     def held_config(self) -> PretrainedConfig:
         if self._config is None:
@@ -238,47 +239,26 @@ class VLLMServerEngine(RolloutEngine):
             server.close()
         self.servers = []
         atexit.unregister(self.close)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        if self._transfer is not None:
+            shutil.rmtree(self._transfer.folder, ignore_errors=True)
+            self._transfer = None
 
     # Inside
 
-    def _write(self, weights: PolicyWeights, sent: Sent) -> Path:
-        """The weights as files, a shard at a time, so that no more than one is copied at once."""
-        if self._folder is None:
+    def _prepare(self, weights: PolicyWeights) -> FileTransfer:
+        """The way weights take, and the folder a server starts from."""
+        if self.transfer == "ipc" and not torch.cuda.is_available():
+            raise EngineError("transfer 'ipc' shares the memory of a GPU, and there is none here: use 'file'")
+        if self._transfer is None:
             shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            self._folder = Path(tempfile.mkdtemp(prefix="lgrpo-weights-", dir=self.weights_dir or shared))
-        self._folder.chmod(0o700)
-        weights.config.save_pretrained(self._folder)
-        numbering_tokenizer(weights.config.get_text_config().vocab_size).save_pretrained(self._folder)
-        shard: dict[str, Tensor] = {}
-        size, count = 0, 0
-        names: list[str] = []
+            folder = Path(tempfile.mkdtemp(prefix="lgrpo-weights-", dir=self.weights_dir or shared))
+            folder.chmod(0o700)
+            self._transfer = TRANSFERS[self.transfer](folder, self.sync_timeout)
+            weights.config.save_pretrained(folder)
+            numbering_tokenizer(weights.config.get_text_config().vocab_size).save_pretrained(folder)
+        return self._transfer
 
-        def flush() -> None:
-            nonlocal size, count
-            assert self._folder is not None
-            path = self._folder / f"model-{count:05d}.safetensors"
-            save_file(shard, path.with_suffix(".part"))
-            path.with_suffix(".part").rename(path)
-            names.append(path.name)
-            shard.clear()
-            size, count = 0, count + 1
-
-        for name, tensor in sent.through(weights):
-            shard[name] = tensor.cpu().contiguous()
-            size += tensor.numel() * tensor.element_size()
-            if size >= _SHARD_BYTES:
-                flush()
-        if shard:
-            flush()
-        for path in self._folder.glob("*.safetensors"):
-            if path.name not in names:
-                path.unlink()
-        return self._folder
-
-    def _connect(self, folder: Path, dtype: torch.dtype) -> None:
+    def _connect(self, transfer: FileTransfer, dtype: torch.dtype) -> None:
         """Starts the servers, or finds the ones the user runs."""
         if self.urls is not None:
             key = os.environ.get(self.api_key_env)
@@ -289,34 +269,39 @@ class VLLMServerEngine(RolloutEngine):
             on_cpu = vllm.platforms.current_platform.is_cpu()
             self._is_seeded = on_cpu if self.seeded is None else self.seeded
             atexit.register(self.close)  # whatever ends the run ends its servers
-            servers = [self._start(folder, dtype, on_cpu, index) for index in range(self.num_servers)]
+            servers = [self._start(transfer, dtype, on_cpu, index) for index in range(self.num_servers)]
         try:
             for server in servers:
                 server.wait_until_ready(self.start_timeout)
                 self._check_model(server)
+            transfer.connected(servers)
         except BaseException:
             for server in servers:
                 server.close()
             raise
         self.servers = servers
 
-    def _start(self, folder: Path, dtype: torch.dtype, on_cpu: bool, index: int) -> VLLMServer:
+    def _start(self, transfer: FileTransfer, dtype: torch.dtype, on_cpu: bool, index: int) -> VLLMServer:
         cache = self.kv_cache_gib if self.kv_cache_gib is not None else (0.25 if on_cpu else None)
-        flags = {
-            "served_model_name": self.served_model_name,
-            "dtype": str(self.dtype or dtype).removeprefix("torch."),
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "enforce_eager": on_cpu,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "worker_extension_cls": "lgrpo.engines.vllm_weights.WeightReport",
-            "middleware": "lgrpo.engines.server.RequireKey",
-        } | self.options
-        environment = {"VLLM_NO_USAGE_STATS": "1"}
+        flags = (
+            {
+                "served_model_name": self.served_model_name,
+                "dtype": str(self.dtype or dtype).removeprefix("torch."),
+                "max_model_len": self.max_model_len,
+                "max_num_seqs": self.max_num_seqs,
+                "gpu_memory_utilization": self.gpu_memory_utilization,
+                "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
+                "tensor_parallel_size": self.tensor_parallel_size,
+                "enforce_eager": on_cpu,
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",
+                "worker_extension_cls": "lgrpo.engines.vllm_weights.WeightReport",
+                "middleware": "lgrpo.engines.server.RequireKey",
+            }
+            | transfer.flags
+            | self.options
+        )
+        environment = {"VLLM_NO_USAGE_STATS": "1"} | transfer.environment
         if on_cpu:
             environment |= {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -328,6 +313,7 @@ class VLLMServerEngine(RolloutEngine):
             devices = visible.split(",")
             first = len(devices) - (index + 1) * self.tensor_parallel_size  # the last ones: the first are for training
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + self.tensor_parallel_size])
+        folder = transfer.folder
         return VLLMServer.start(folder, folder / f"server-{index}.log", flags, environment)
 
     def _check_model(self, server: VLLMServer) -> None:
@@ -338,11 +324,12 @@ class VLLMServerEngine(RolloutEngine):
         longest = served[names.index(self.served_model_name)].get("max_model_len") or 0
         self._longest = min(self._longest or longest, longest)
 
-    def _reload(self, folder: Path) -> None:
-        """Drains every server, has it read the files, and empties its prefix cache."""
+    def _replace_weights(self, transfer: FileTransfer, weights: PolicyWeights, sent: Sent) -> None:
+        """Drains every server, gives it the weights, and empties its prefix cache."""
         for server in self.servers:
             server.call("POST", "/pause?mode=wait", self.sync_timeout)
-            server.rpc("reload_weights", self.sync_timeout, weights_path=str(folder))
+        transfer.send(self.servers, weights, sent)
+        for server in self.servers:
             if not server.call("POST", "/reset_prefix_cache", self.sync_timeout)["success"]:
                 raise WeightSyncError(f"the prefix cache of the vLLM server at {server.url} is in use")
             server.call("POST", "/resume", self.sync_timeout)

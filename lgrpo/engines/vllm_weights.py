@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lgrpo.functional import tensor_checksum
@@ -86,7 +87,7 @@ def checksums(model: nn.Module, layout: Layout) -> dict[str, int]:
 
 
 class WeightReport:
-    """Worker extension of a vLLM server: tells which weights its worker holds.
+    """Worker extension of a vLLM server: tells which weights its worker holds, and writes them out.
 
     Give it to a server of your own: ``--worker-extension-cls lgrpo.engines.vllm_weights.WeightReport``.
     """
@@ -100,6 +101,16 @@ class WeightReport:
         return {"version": self._lgrpo_version}
 
     def lgrpo_checksums(self, layout: dict) -> dict[str, str]:
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        plain = {name: [(part, rows) for part, rows in parts] for name, parts in layout.items()}
-        return {name: f"{value:016x}" for name, value in checksums(model, plain).items()}
+        return {name: f"{value:016x}" for name, value in checksums(self._lgrpo_model(), _pairs(layout)).items()}
+
+    def lgrpo_write_weights(self, folder: str, layout: dict) -> None:
+        tensors = {name: tensor.cpu().clone() for name, tensor in read_parts(self._lgrpo_model(), _pairs(layout))}
+        save_file(tensors, f"{folder}/model.safetensors")
+
+    def _lgrpo_model(self) -> nn.Module:
+        return self.model_runner.get_model()  # type: ignore[attr-defined]
+
+
+def _pairs(layout: dict) -> Layout:
+    """A layout that went through JSON."""
+    return {name: [(part, rows) for part, rows in parts] for name, parts in layout.items()}

@@ -66,10 +66,24 @@ def test_samples_do_not_depend_on_the_server(policy, engine):
     assert forwards == backwards[-1:] + backwards[:-1]
 
 
+def test_both_servers_are_asked(policy, engine):
+    before = [server.log.read_text().count("POST /v1/completions") for server in engine.servers]
+    engine.generate(prompts(policy, *TEXTS * 4), 2, Sampling(max_tokens=8), 7, policy.tokenizer)
+    after = [server.log.read_text().count("POST /v1/completions") for server in engine.servers]
+    assert sum(after) - sum(before) == 4 * len(TEXTS)
+    assert all(b > a for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to share")
+def test_memory_of_a_gpu_that_is_not_there(policy):
+    with pytest.raises(EngineError, match="there is none here: use 'file'"):
+        VLLMServerEngine(transfer="ipc").load_weights(policy.weights(), 0)
+
+
 def test_the_files_are_the_behaviour_policy(policy, engine):
     held = engine.state_dict()["weights"]
     assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
-    assert oct(engine._folder.stat().st_mode)[-3:] == "700"
+    assert oct(engine._transfer.folder.stat().st_mode)[-3:] == "700"
 
 
 def test_every_route_wants_the_key(engine):
@@ -166,7 +180,7 @@ def test_a_run_that_fails_leaves_no_server_behind(tmp_path):
         "from tests.helpers import tiny_policy; from lgrpo.engines import VLLMServerEngine\n"
         "policy = tiny_policy(); policy.build(); engine = VLLMServerEngine()\n"
         "engine.load_weights(policy.weights(), 0)\n"
-        "print(engine.servers[0].process.pid, engine._folder, flush=True)\n"
+        "print(engine.servers[0].process.pid, engine._transfer.folder, flush=True)\n"
         "raise SystemExit(3)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)

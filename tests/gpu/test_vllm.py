@@ -26,7 +26,7 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def policy():
     torch.manual_seed(0)
     policy = CausalPolicy(config=CONFIG, characters="0123456789>")
@@ -85,8 +85,11 @@ def test_in_process_with_sleep_mode(policy):
     engine.close()
 
 
-def test_a_server_on_the_same_card(policy):
-    engine = VLLMServerEngine(dtype="bfloat16", gpu_memory_utilization=0.2, max_model_len=256)
+@pytest.mark.parametrize("transfer", ["file", "ipc"])
+def test_a_server_on_the_same_card(policy, transfer):
+    if transfer == "ipc":
+        pytest.importorskip("ray", reason="vLLM 0.26 wants it for CUDA IPC")
+    engine = VLLMServerEngine(dtype="bfloat16", gpu_memory_utilization=0.2, max_model_len=256, transfer=transfer)
     try:
         questions, sampling = prompts(), Sampling(max_tokens=64)
         for step in range(2):
@@ -94,7 +97,13 @@ def test_a_server_on_the_same_card(policy):
             groups = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
             print(record, mean_mismatch(policy, questions, groups))
             assert mean_mismatch(policy, questions, groups) < 0.1
+            held = engine.state_dict()["weights"]
+            assert all(torch.equal(held[name], tensor.to(torch.bfloat16).cpu()) for name, tensor in policy.weights())
             disturb(policy)
+        with engine.holding(policy.weights(), step=9):
+            borrowed = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
+            assert mean_mismatch(policy, questions, borrowed) < 0.2
+        groups = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
         assert mean_mismatch(policy, questions, groups) > 0.1
     finally:
         engine.close()

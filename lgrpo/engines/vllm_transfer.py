@@ -1,0 +1,135 @@
+"""How weights get into a vLLM server: as files it reads, or as memory of the GPU it shares with the trainer."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from lgrpo.engines.ledger import Sent
+from lgrpo.engines.server import VLLMServer
+from lgrpo.engines.vllm_weights import Layout
+from lgrpo.types import PolicyWeights
+
+_CHUNK_BYTES = 2**30
+
+
+def chunks(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = _CHUNK_BYTES) -> Iterator[dict[str, Tensor]]:
+    """Named tensors, about a gigabyte at a time: never a second copy of the whole.
+
+    >>> [list(chunk) for chunk in chunks([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(2))], 16)]
+    [['a', 'b'], ['c']]
+    """
+    chunk: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        chunk[name] = tensor
+        if sum(t.numel() * t.element_size() for t in chunk.values()) >= num_bytes:
+            yield chunk
+            chunk = {}
+    if chunk:
+        yield chunk
+
+
+class FileTransfer:
+    """Safetensors files in a folder that trainer and servers share. They stay there: they are the behaviour policy."""
+
+    flags: dict[str, Any] = {}  # noqa: RUF012
+    environment: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        self.folder = folder
+        self.timeout = timeout
+
+    def connected(self, servers: Sequence[VLLMServer]) -> None:
+        """The servers have started, from this folder."""
+
+    def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> None:
+        """Other weights for servers that are drained."""
+        self.write(weights, sent)
+        for server in servers:
+            server.rpc("reload_weights", self.timeout, weights_path=str(self.folder))
+
+    def held_weights(self, servers: Sequence[VLLMServer], layout: Layout) -> dict[str, Tensor]:
+        """What the servers hold."""
+        return read_folder(self.folder)
+
+    def write(self, weights: PolicyWeights, sent: Sent) -> None:
+        """The weights as files, each there whole or not at all."""
+        names = set()
+        for count, chunk in enumerate(chunks(sent.through(weights))):
+            path = self.folder / f"model-{count:05d}.safetensors"
+            save_file({name: tensor.cpu().contiguous() for name, tensor in chunk.items()}, path.with_suffix(".part"))
+            path.with_suffix(".part").rename(path)
+            names.add(path.name)
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in names:
+                path.unlink()
+
+
+class IPCTransfer(FileTransfer):
+    """Handles of CUDA memory, through vLLM's own weight-transfer routes: servers copy from the trainer's GPU.
+
+    A server must be on the very GPU the weights are on. Only a server's start goes through files.
+    """
+
+    flags: dict[str, Any] = {"weight_transfer_config": '{"backend": "ipc"}'}  # noqa: RUF012
+    environment: dict[str, str] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # noqa: RUF012 # handles travel pickled
+
+    def connected(self, servers: Sequence[VLLMServer]) -> None:
+        for server in servers:
+            server.call("POST", "/init_weight_transfer_engine", self.timeout, json={"init_info": {}})
+        self._delete_files()
+
+    def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> None:
+        for server in servers:
+            server.call("POST", "/start_weight_update", self.timeout)
+        for chunk in chunks(sent.through(weights)):
+            on_device = {name: tensor.cuda().contiguous() for name, tensor in chunk.items()}
+            torch.cuda.synchronize()
+            for server in servers:  # a handle is for one reader
+                server.call("POST", "/update_weights", self.timeout, json={"update_info": describe(on_device)})
+        for server in servers:
+            server.call("POST", "/finish_weight_update", self.timeout)
+        torch.cuda.ipc_collect()
+
+    def held_weights(self, servers: Sequence[VLLMServer], layout: Layout) -> dict[str, Tensor]:
+        servers[0].rpc("lgrpo_write_weights", self.timeout, folder=str(self.folder), layout=layout)
+        tensors = read_folder(self.folder)
+        self._delete_files()
+        return tensors
+
+    def _delete_files(self) -> None:
+        for path in self.folder.glob("*.safetensors"):
+            path.unlink()
+
+
+def describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Tensors on a GPU as vLLM's IPC backend wants to hear of them."""
+    handles = []
+    for tensor in tensors.values():
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        handles.append({uuid: reduce_tensor(tensor)[1]})
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
+    }
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder's safetensors files."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+TRANSFERS = {"file": FileTransfer, "ipc": IPCTransfer}

@@ -1,0 +1,66 @@
+"""Seconds of a weight sync to a vLLM server on the same GPU, by file and by CUDA memory, and their ratio.
+
+    python -m tests.benchmarks.vllm_transfer --out transfer.json
+
+A Qwen2-shaped model of 1.5 billion random weights in bfloat16. vLLM before 0.28 wants ``ray`` for the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from lgrpo import CausalPolicy
+from lgrpo.engines import VLLMServerEngine
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--syncs", type=int, default=5)
+    options = parser.parse_args()
+    policy = CausalPolicy(config=CONFIG | {"num_hidden_layers": options.layers}, characters="0123456789>")
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        policy.build()
+    found: dict[str, object] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none"}
+    for transfer in ("file", "ipc"):
+        for verify in (True, False):
+            engine = VLLMServerEngine(
+                dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=1024, transfer=transfer, verify=verify
+            )
+            try:
+                engine.load_weights(policy.weights(), 0)  # which starts the server
+                records = [engine.load_weights(policy.weights(), step) for step in range(1, options.syncs + 1)]
+            finally:
+                engine.close()
+            seconds = statistics.median(record.seconds for record in records)
+            found[f"{transfer}, verify {verify}"] = round(seconds, 3)
+            found["gigabytes"] = round(records[0].num_bytes / 1e9, 2)
+            print(found, flush=True)
+    for verify in (True, False):
+        ratio = float(found[f"file, verify {verify}"]) / float(found[f"ipc, verify {verify}"])  # type: ignore[arg-type]
+        found[f"file over ipc, verify {verify}"] = round(ratio, 2)
+    print(json.dumps(found, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
