@@ -113,7 +113,9 @@ def draw(finals: dict[str, dict[str, list[float]]], path: Path) -> None:
 
     names = sorted(finals, key=lambda name: statistics.mean(finals[name]["10"] or [0.0]))
     figure, axes = plt.subplots(figsize=(8, 0.27 * len(names) + 1.2), layout="constrained")
-    styles = {"1": ("v = 1", "#1f77b4", -0.2), "10": ("v = 10", "#d95f02", 0.0), "offline": ("offline", "#7f7f7f", 0.2)}
+    styles = {"1": ("v = 1", "#1f77b4", 0.2), "10": ("v = 10", "#d95f02", 0.0), "offline": ("offline", "#7f7f7f", -0.2)}
+    start = statistics.mean(row["pass@1"][0] for row in read() if "error" not in row)
+    axes.axvline(start, color="black", linewidth=0.8, linestyle=":", label="start (mean)")
     for v, (label, colour, offset) in styles.items():
         for place, name in enumerate(names):
             values = finals[name][v]
@@ -122,9 +124,10 @@ def draw(finals: dict[str, dict[str, list[float]]], path: Path) -> None:
                 mean = statistics.mean(values)
                 axes.plot(mean, place + offset, "o", color=colour, markersize=4, label=label if not place else None)
     axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(-0.7, len(names) - 0.3)
     axes.set_xlabel("final pass@1 (mean and range of the seeds)")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)
     figure.savefig(path, dpi=130)
 
 
