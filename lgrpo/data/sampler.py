@@ -96,8 +96,9 @@ class RolloutSampler:
                 self._collate(rollout, groups[j * self.share : (j + 1) * self.share])
                 for j, rollout in enumerate(rollouts)
             ]
+        figures = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self.reward.report()
         for j, batch in enumerate(batches):
-            batch.metrics = {f"time/{name}": seconds / len(batches) for name, seconds in self._seconds.items()}
+            batch.metrics = {name: value / len(batches) for name, value in figures.items()}
             if self.dynamic is not None:
                 own = sum(replaced[j * self.share : (j + 1) * self.share])
                 batch.metrics["rollout/resampled_fraction"] = own / self.share

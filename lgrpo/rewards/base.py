@@ -20,6 +20,10 @@ class BatchReward(ABC):
         """Fields of a dataset row this reward reads, checked before the run starts."""
         return set()
 
+    def report(self) -> dict[str, float]:
+        """Figures to log (``reward/…``) of what was scored since the last report."""
+        return {}
+
 
 class Reward(BatchReward):
     """Scores one completion at a time."""
