@@ -12,7 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, SupervisedWarmStart, ZeroVarianceMask
+from lgrpo.advantages import DropNegatives, ExponentiallyWeighted
 from lgrpo.callbacks import ExactResume, GracefulInterrupt
+from lgrpo.data import DynamicSampling
 from lgrpo.report import read_series
 from lgrpo.tasks import SortDigits
 from tests.helpers import build, fit, largest_difference
@@ -48,6 +50,21 @@ def test_from_every_step(tmp_path, centre):
         sampled = run.recorder.rollouts
         expected = straight.recorder.rollouts[len(straight.recorder.rollouts) - len(sampled) :]
         assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(sampled, expected, strict=True))
+
+
+@pytest.mark.parametrize("advantage", [DropNegatives(), ExponentiallyWeighted(temperature="adaptive")])
+def test_with_rollouts_waiting_that_have_no_advantages_yet(tmp_path, advantage):
+    """A cycle sampled ahead, groups sampled again: what waits in a checkpoint is compared when its turn comes."""
+    data = {"advantage": advantage, "generate_ahead": True, "dynamic_sampling": DynamicSampling(tolerance=0.3)}
+    own = settings(tmp_path, ClippedLoss(kl_coef=0.1), save=True) | {"data": data}
+    straight = fit(**own)
+    assert any(row["rollout/resampled_fraction"] > 0 for row in straight.logged)
+    for step in (1, 4, 7):
+        again = settings(tmp_path, ClippedLoss(kl_coef=0.1)) | {"data": data}
+        run = fit(**again, ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+        assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
+    with pytest.raises(ValueError, match=r"rollouts of 4 prompts × 4 completions, this run has data\.num_prompts 8"):
+        fit(**again | {"data": data | {"num_prompts": 8, "group_size": 2}}, ckpt_path=str(tmp_path / "step=4.ckpt"))
 
 
 class Hit(RolloutCallback):

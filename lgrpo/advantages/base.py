@@ -13,7 +13,7 @@ class Scores:
     """The scored completions of a whole rollout, of all ranks, the G siblings of a prompt side by side."""
 
     rewards: Tensor
-    """[B] float32, as the reward gave them."""
+    """[B] as the reward gave them."""
     lengths: Tensor
     """[B] tokens of each completion."""
     draws: Tensor

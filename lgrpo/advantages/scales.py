@@ -92,9 +92,9 @@ class GroupMeanScale(Scale):
     """The group's mean reward (MaxRL): the rarer a success, the more it counts. 1 where every reward is 0."""
 
     def __call__(self, groups: Tensor, centred: Tensor) -> Tensor:
+        if bool((groups < 0).any()):
+            raise ValueError("GroupMeanScale divides by a group's mean reward, and a reward is negative: shift them")
         mean = groups.mean(1, keepdim=True)
-        if bool((mean < 0).any()):
-            raise ValueError("GroupMeanScale divides by a group's mean reward, and one is negative: shift the rewards")
         return torch.where(mean == 0, 1.0, mean)
 
 

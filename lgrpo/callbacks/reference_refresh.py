@@ -27,8 +27,8 @@ class ReferenceRefresh(RolloutCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and not policy_owner(trainer).needs_reference:
             raise ValueError(
-                "ReferenceRefresh has no reference to refresh: kl_coef is 0, so none is kept. Set model.loss.kl_coef, "
-                "or leave the callback out (reference_refresh: null)"
+                "ReferenceRefresh has no reference to refresh: kl_coef is 0, so none is kept (or the loss has no "
+                "ReferenceKL). Give the loss a KL term, or leave the callback out (reference_refresh: null)"
             )
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:

@@ -12,7 +12,8 @@ from lgrpo.types import RolloutBatch
 class ZeroVarianceMask(RolloutCallback):
     """Takes groups whose G rewards are all equal out of the loss, KL term included (Mroueh et al., equation 8).
 
-    Their advantage is 0, but without the mask the KL term would go on pulling on them. Whether their tokens still
+    A centred advantage is 0 there, but without the mask a KL term, or any other regulariser, would go on pulling on
+    them: leave the mask out where that is wanted (AsymRE, OPMD). Whether their tokens still
     count in the denominator is the loss's aggregation's choice: ``over: all`` or ``over: live``.
     """
 

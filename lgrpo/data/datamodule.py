@@ -204,6 +204,16 @@ class RolloutDataModule(L.LightningDataModule):
         self.schedule.load_state_dict(own["schedule"])
         if own["rollout"] is not None:
             self._hold(RolloutBatch.from_state_dict(own["rollout"]))
+        for batch in [*self.schedule.ready(), *([self._rollout] if self._rollout else [])]:
+            if (
+                batch.group_size != self.group_size
+                or len(batch) * trainer.world_size != self.num_prompts * self.group_size
+            ):
+                raise ValueError(
+                    f"the checkpoint holds rollouts of {len(batch) * trainer.world_size // batch.group_size} prompts × "
+                    f"{batch.group_size} completions, this run has data.num_prompts {self.num_prompts} and "
+                    f"data.group_size {self.group_size}: go on with the same"
+                )
         self.engine.load_state_dict(state["engine"])
 
     # Rollouts
@@ -253,12 +263,13 @@ class RolloutDataModule(L.LightningDataModule):
     def _compare(self, batch: RolloutBatch) -> None:
         """Sets the advantages. Every rank sees the scores of all, so that statistics of the whole rollout are right."""
         trainer, size = self._trainer, len(batch)
-        siblings = torch.arange(size) % self.group_size
+        siblings = torch.arange(size) % batch.group_size
         draws = stream_uniform(self.seed, batch.positions, siblings, -1)  # tokens draw from 0 on
         own = torch.stack([batch.rewards.double(), batch.completion_mask.sum(1).double(), draws])
         everyone: Any = trainer.lightning_module.all_gather(own.to(trainer.strategy.root_device))
         rewards, lengths, draws = everyone.view(-1, 3, size).transpose(0, 1).reshape(3, -1).cpu()
-        scores = Scores(rewards=rewards.float(), lengths=lengths, draws=draws, group_size=self.group_size)
+        # float64: the mean of equal rewards is then that reward to the last bit, and their advantage 0
+        scores = Scores(rewards=rewards, lengths=lengths, draws=draws, group_size=batch.group_size)
         advantages = self.advantage(scores)
         if advantages.shape != rewards.shape or not bool(advantages.isfinite().all()):
             raise ValueError(

@@ -20,7 +20,7 @@ from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import BatchReward, checked_rewards
 from lgrpo.types import Completion, Prompt, RolloutBatch
 
-_ANOTHER_ROUND = 2**40
+_ANOTHER_ROUND = 2**40 + 15  # odd, so that without shuffling it leads to another row
 """Replacements take prompts from far beyond the run's own positions, so that no prompt of a pass is used up by them."""
 
 

@@ -17,6 +17,7 @@ from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
 from lgrpo.functional.pass_at_k import pass_at_k
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
+    LARGEST_LOG,
     ClipCentre,
     RatioDenominator,
     clip_band,
@@ -32,6 +33,7 @@ from lgrpo.functional.surrogate import (
 )
 
 __all__ = [
+    "LARGEST_LOG",
     "ClipCentre",
     "KLEstimator",
     "RatioDenominator",

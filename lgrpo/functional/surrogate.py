@@ -7,6 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+LARGEST_LOG = 20.0
+"""Beyond this a log-ratio counts as this: e^20 is half a billion, and e^100 would be infinite, its gradient NaN."""
+
 RatioDenominator = Literal["behaviour", "proximal", "none"]
 ClipCentre = Literal["one", "proximal", "proximal_multiplicative"]
 

@@ -8,6 +8,7 @@ from typing import Literal, final
 from torch import Tensor
 
 from lgrpo.functional import constant_sum, sequence_mean, token_mean
+from lgrpo.losses.terms import check_choice
 from lgrpo.types import RolloutBatch
 
 Over = Literal["all", "live"]
@@ -30,6 +31,7 @@ class TokenMean(Aggregation):
         Args:
             over: Divide by all sampled tokens, masked groups included, or only by the live ones.
         """
+        check_choice("over", over, ("all", "live"))
         self.over = over
 
     def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:
@@ -46,6 +48,7 @@ class SequenceMean(Aggregation):
         Args:
             over: Count all sampled tokens and sequences, or only the live ones.
         """
+        check_choice("over", over, ("all", "live"))
         self.over = over
 
     def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:

@@ -15,7 +15,7 @@ from lgrpo.functional import (
     sequence_log_ratio,
 )
 from lgrpo.losses.gates import Gate, Gated, check_band
-from lgrpo.losses.terms import Terms
+from lgrpo.losses.terms import Terms, check_choice
 
 
 class MinClip(Gate):
@@ -32,6 +32,7 @@ class MinClip(Gate):
                 ``proximal_multiplicative``, the same with a band proportional to it (decoupled PPO).
         """
         check_band(low, high)
+        check_choice("centre", centre, ("one", "proximal", "proximal_multiplicative"))
         self.low, self.high = low, high
         self.centre: ClipCentre = centre
         self.needs_proximal = centre != "one"

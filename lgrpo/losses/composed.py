@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lgrpo.functional import LARGEST_LOG
 from lgrpo.losses.aggregation import Aggregation, TokenMean
 from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
 from lgrpo.losses.clips import GeometricClip, MinClip, OffPolicySequenceMask
@@ -57,7 +58,8 @@ class ComposedLoss(PolicyLoss):
         return any(part.needs_entropy_gradient for part in self.regularisers)
 
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:
-        terms = Terms(batch=batch, logprobs=logprobs, log_ratio=self.ratio(batch, logprobs))
+        log_ratio = self.ratio(batch, logprobs).clamp(-LARGEST_LOG, LARGEST_LOG)
+        terms = Terms(batch=batch, logprobs=logprobs, log_ratio=log_ratio)
         gated = self.gate(terms)
         values = -self.scale * self.weight(terms).detach() * gated.surrogate
         for regulariser in self.regularisers:
@@ -72,15 +74,15 @@ class ComposedLoss(PolicyLoss):
 
 def check_parts(ratio: Ratio, gate: Gate, weight: Weight) -> None:
     """Refuses parts that make no sense together."""
-    if isinstance(gate, OffPolicySequenceMask):
+    while isinstance(gate, OffPolicySequenceMask):
         gate = gate.gate
     names = f"{type(gate).__name__} and {type(weight).__name__}"
     if gate.holds_ratio and weight.is_ratio:
         raise ValueError(f"{names} both multiply by the ratio, so it would be squared: leave the weight out")
-    if weight.corrects_mismatch and ratio.over == "behaviour":
+    if weight.corrects_mismatch and gate.holds_ratio and ratio.over == "behaviour":
         raise ValueError(
-            f"{type(weight).__name__} is π_k/π_α, for a ratio over the proximal policy; a ratio over the behaviour "
-            "policy, π_θ/π_α, holds that factor already. Set the ratio's over to 'proximal' or 'none'"
+            f"{type(weight).__name__} is π_k/π_α, and {type(gate).__name__} multiplies by a ratio over the behaviour "
+            "policy, π_θ/π_α, which holds that factor already. Set the ratio's over to 'proximal' or 'none'"
         )
     centre = gate.centre if isinstance(gate, MinClip) else "one"
     if centre != "one" and (ratio.over != "behaviour" or isinstance(ratio, SequenceRatio)):
@@ -88,7 +90,8 @@ def check_parts(ratio: Ratio, gate: Gate, weight: Weight) -> None:
             f"clip centre {centre!r} is a token's π_k/α, a centre for a token's ratio over the behaviour policy; with "
             f"{type(ratio).__name__} over {ratio.over!r} use centre 'one'"
         )
-    if ratio.over == "none" and ((gate.reads_ratio and not gate.holds_ratio) or weight.is_ratio):
+    acts = gate.reads_ratio and type(gate) is not MinClip  # which is then plain REINFORCE, as TRL has it
+    if ratio.over == "none" and (acts or weight.is_ratio):
         raise ValueError(f"the ratio is over 'none', so it is always 1 and {names} would never act: choose another")
     if isinstance(gate, GeometricClip) and isinstance(ratio, SequenceRatio):
         raise ValueError("GeometricClip clips the ratio of each token: use TokenRatio with it")

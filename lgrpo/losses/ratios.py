@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lgrpo.functional import RatioDenominator, log_ratio, sequence_log_ratio
 from lgrpo.losses.base import PolicyLogprobs
+from lgrpo.losses.terms import check_choice
 from lgrpo.types import RolloutBatch
 
 
@@ -20,6 +21,7 @@ class Ratio(ABC):
         Args:
             over: What π_θ is divided by: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (itself: always 1).
         """
+        check_choice("over", over, ("behaviour", "proximal", "none"))
         self.over: RatioDenominator = over
 
     @abstractmethod
@@ -46,6 +48,7 @@ class SequenceRatio(Ratio):
             mean: ``geometric``, the length's root of the completion's ratio (GSPO), or the ``product`` itself.
         """
         super().__init__(over)
+        check_choice("mean", mean, ("geometric", "product"))
         self.mean = mean
 
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> Tensor:

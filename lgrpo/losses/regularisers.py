@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Literal, final
 
 from torch import Tensor
 
-from lgrpo.functional import kl_divergence
-from lgrpo.losses.terms import Terms
+from lgrpo.functional import LARGEST_LOG, kl_divergence
+from lgrpo.losses.terms import Terms, check_choice
 
 
 class Regulariser(ABC):
@@ -20,8 +21,10 @@ class Regulariser(ABC):
     """Whether the entropy must carry a gradient."""
 
     def __init__(self, coef: float) -> None:
-        if not coef > 0:
-            raise ValueError(f"{type(self).__name__}'s coef is {coef}; it must be above 0. Leave the part out instead")
+        if not 0 < coef < math.inf:
+            raise ValueError(
+                f"{type(self).__name__}'s coef is {coef}; it must be above 0 and finite. Leave the part out instead"
+            )
         self.coef = coef
 
     @abstractmethod
@@ -42,14 +45,15 @@ class ReferenceKL(Regulariser):
             estimator: Of the divergence; ``k3_corrected`` is k3 times π_θ/π_α, right for samples of π_α.
         """
         super().__init__(coef)
+        check_choice("estimator", estimator, ("k1", "k2", "k3", "k3_corrected"))
         self.estimator = estimator
 
     def __call__(self, terms: Terms) -> Tensor:
         policy, reference = terms.logprobs.policy, terms.logprobs.reference
         if reference is None:
-            raise ValueError("kl_coef is above 0, but there are no reference log-probabilities")
+            raise ValueError("ReferenceKL needs a reference, but there are no reference log-probabilities")
         if self.estimator == "k3_corrected":
-            ratio = (policy - terms.batch.behaviour_logprobs).exp()
+            ratio = (policy - terms.batch.behaviour_logprobs).clamp(max=LARGEST_LOG).exp()
             return self.coef * ratio * kl_divergence(policy, reference, "k3")
         return self.coef * kl_divergence(policy, reference, self.estimator)
 

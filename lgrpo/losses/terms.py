@@ -35,3 +35,9 @@ class Terms:
         if self.logprobs.proximal is None:
             raise ValueError("π_k/π_α needs proximal log-probabilities, but there are none")
         return self.logprobs.proximal - self.batch.behaviour_logprobs
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses a word that is none of the choices: plain Python does not look at a Literal."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(choices)}")

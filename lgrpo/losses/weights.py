@@ -8,10 +8,11 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from lgrpo.functional import sequence_log_ratio
-from lgrpo.losses.terms import Terms
+from lgrpo.functional import LARGEST_LOG, sequence_log_ratio
+from lgrpo.losses.terms import Terms, check_choice
 
 Level = Literal["token", "sequence", "geometric"]
+LEVELS = ("token", "sequence", "geometric")
 
 
 class Weight(ABC):
@@ -67,6 +68,7 @@ class TruncatedImportance(Weight):
             cap: The most a weight can be.
             level: Of π_k/π_α: each token's, the whole ``sequence``'s product, or its ``geometric`` mean.
         """
+        check_choice("level", level, LEVELS)
         if not cap > 0:
             raise ValueError(f"cap is {cap}; it must be above 0")
         self.cap = cap
@@ -89,6 +91,7 @@ class MaskedImportance(Weight):
             high: Largest.
             level: Of π_k/π_α: each token's, the whole ``sequence``'s product, or its ``geometric`` mean.
         """
+        check_choice("level", level, LEVELS)
         if not 0 <= low < high:
             raise ValueError(f"low {low} and high {high} are no band of weights: 0 <= low < high")
         self.low, self.high = low, high
@@ -104,4 +107,4 @@ def mismatch(terms: Terms, level: Level) -> Tensor:
     log_ratio = terms.proximal_log_ratio.detach()
     if level != "token":
         log_ratio = sequence_log_ratio(log_ratio, terms.batch.completion_mask, level == "geometric")
-    return log_ratio.exp()
+    return log_ratio.clamp(-LARGEST_LOG, LARGEST_LOG).exp()

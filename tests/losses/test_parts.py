@@ -80,9 +80,9 @@ def scores(rewards, group_size=4, seed=0):
 
 
 def build(method):
-    """A named method's loss, as the command line builds it."""
+    """A named method, as the command line builds it."""
     files = [f"--config={CONFIGS / 'tiny.yaml'}", f"--config={CONFIGS / 'algorithms' / method}.yaml"]
-    return LGRPOCLI([*files, "--trainer.logger=false"], run=False).model.loss
+    return LGRPOCLI([*files, "--trainer.logger=false"], run=False)
 
 
 class TestEquivalences:
@@ -135,7 +135,8 @@ class TestEquivalences:
         r, size = torch.tensor(rewards, dtype=torch.float64), len(rewards)
         g = torch.randn(size, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         pairs = sum((r[i] - r[j]) * (g[i] - g[j]) for i in range(size) for j in range(i + 1, size))
-        centred = (r - r.mean()) @ g
+        own = Scores(rewards=r, lengths=torch.ones(size), draws=torch.zeros(size), group_size=size)
+        centred = ComposedAdvantage()(own) @ g
         assert torch.allclose(torch.as_tensor(pairs), size * centred, atol=1e-8)
 
     def test_a_masked_group_is_a_deleted_group(self):
@@ -376,11 +377,172 @@ def test_the_entropy_bonus_has_a_gradient():
     assert not entropy(False)[1].requires_grad
 
 
+# Every named method: what multiplies A ∇log π at a token, what its regularisers add to the gradient, how tokens are
+# averaged, and the advantages of rewards 1, 0, 0, 0 | 1, 1, 1, 0. Facts as above, and d = log π/π_ref, l = log π/π_α.
+def inside(value, low, high):
+    return low <= value <= high
+
+
+def one_side(t, ratio="r", low=0.8, high=1.2):
+    return float(t[ratio] <= high if t["a"] > 0 else t[ratio] >= low)
+
+
+def k3(t, coef):
+    return coef * (1 - math.exp(-t["d"]))
+
+
+def far_ring(t):
+    return float(inside(t["r"], 0.8, 1.2) or (t["r"] <= 0.4 if t["a"] > 0 else t["r"] >= 3.0))
+
+
+CENTRED = [0.75, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75]
+WHITENED = [3**0.5, *[-(3**-0.5)] * 3, *[3**-0.5] * 3, -(3**0.5)]
+LOO = [a * 4 / 3 for a in CENTRED]
+MAXRL = [3.0, -1.0, -1.0, -1.0, 1 / 3, 1 / 3, 1 / 3, -1.0]
+BATCH = [a / torch.tensor(CENTRED).std().item() for a in CENTRED]
+WEIGHTED = [a * math.exp(a) for a in CENTRED]
+SOFT = [math.log((math.e + 3) / 4), math.log((3 * math.e + 1) / 4)]
+OPMD = [1 - SOFT[0], *[-SOFT[0]] * 3, *[1 - SOFT[1]] * 3, -SOFT[1]]
+CLIP = lambda t: t["r"] * one_side(t)  # noqa: E731
+NAMED = {
+    "grpo": (CLIP, lambda t: k3(t, 0.04), "sequence", WHITENED),
+    "off_policy_grpo": (CLIP, lambda t: k3(t, 0.01), "token", [a * (0.1875 / 0.1876) ** 0.5 for a in WHITENED]),
+    "off_policy_grpo_eq6": (
+        lambda t: t["r"] * (t["r"] <= t["b"] + 0.2 if t["a"] > 0 else t["r"] >= max(t["b"] - 0.2, 0)),
+        lambda t: k3(t, 0.01),
+        "token",
+        [a * (0.1875 / 0.1876) ** 0.5 for a in WHITENED],
+    ),
+    "reinforce": (lambda t: 1.0, None, "token", CENTRED),
+    "rec_oneside_is": (CLIP, None, "token", CENTRED),
+    "rec_oneside_nois": (one_side, None, "token", CENTRED),
+    "rec_oneside_wide": (lambda t: one_side(t, "r", 0.4, 3.0), None, "token", CENTRED),
+    "rec_twoside_is": (lambda t: t["r"] * inside(t["r"], 0.8, 1.2), None, "token", CENTRED),
+    "rec_twoside_nois": (lambda t: float(inside(t["r"], 0.8, 1.2)), None, "token", CENTRED),
+    "rec_ring_is": (lambda t: t["r"] * far_ring(t), None, "token", CENTRED),
+    "rec_ring_nois": (far_ring, None, "token", CENTRED),
+    "rec_gspo_is": (lambda t: t["s"] * one_side(t, "s", 0.9997, 1.0004), None, "sequence", CENTRED),
+    "rec_gspo_nois": (lambda t: one_side(t, "s", 0.9997, 1.0004), None, "sequence", CENTRED),
+    "red_drop": (lambda t: 1.0, None, "token", None),
+    "red_weight": (lambda t: 1.0, None, "token", WEIGHTED),
+    "red_weight_adaptive": (lambda t: 1.0, None, "token", None),
+    "opmd": (lambda t: 0.5, None, "token", OPMD),
+    "opmd_kimi": (lambda t: 1.0, lambda t: 0.2 * t["l"], "token", CENTRED),
+    "asymre": (lambda t: 1.0, lambda t: -0.1, "token", CENTRED),
+    "dr_grpo": (CLIP, None, "constant", CENTRED),
+    "dapo": (lambda t: t["r"] * one_side(t, "r", 0.8, 1.28), None, "token", WHITENED),
+    "gspo": (lambda t: t["s"] * one_side(t, "s", 0.9997, 1.0004), None, "sequence", WHITENED),
+    "gmpo": (
+        lambda t: t["g"] * (t["l"] <= 0.4 if t["a"] > 0 else t["l"] >= -0.4),
+        None,
+        "sequence",
+        WHITENED,
+    ),
+    "cispo": (lambda t: min(t["r"], 5.0), None, "token", WHITENED),
+    "rloo": (CLIP, None, "token", LOO),
+    "reinforce_plus_plus": (CLIP, None, "token", BATCH),
+    "maxrl": (CLIP, None, "token", MAXRL),
+    "topr": (lambda t: 1.0 if t["a"] > 0 else min(t["r"], 1.0), None, "token", CENTRED),
+    "decoupled_ppo": (
+        lambda t: t["r"] * (t["r"] <= 1.2 * t["b"] if t["a"] > 0 else t["r"] >= 0.8 * t["b"]),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "tis_grpo": (lambda t: min(t["b"], 2.0) * t["u"] * one_side(t, "u"), None, "token", WHITENED),
+    "mis_grpo": (
+        lambda t: t["b"] * inside(t["b"], 0.5, 2.0) * t["u"] * one_side(t, "u"),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "m2po": (lambda t: t["r"] * t["m"], None, "token", WHITENED),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_named_method_is_its_formula(method):
+    """The file, as the command line builds it, against a line of Python."""
+    weight, regulariser, mean, advantages = NAMED[method]
+    cli = build(method)
+    batch, policy, proximal, reference = numbers(seed=4)
+    _, gradient = loss_and_gradient(cli.model.loss, batch, policy, proximal, reference)
+    size, logs = len(batch), policy - batch.behaviour_logprobs
+    harmful = sorted(
+        float(logs[i, t]) ** 2
+        for i, t in batch.loss_mask.nonzero().tolist()
+        if float(logs[i, t] * batch.advantages[i, t]) > 0
+    )
+    limit = max((h for n, h in enumerate(harmful, 1) if sum(harmful[:n]) / n <= 0.04), default=0.0)
+    for i in range(size):
+        length = int(batch.completion_mask[i].sum())
+        own, a = logs[i, :length].tolist(), float(batch.advantages[i, 0])
+        share = {"token": float(batch.completion_mask.sum()), "sequence": length * size, "constant": size * 10}[mean]
+        for t in range(length):
+            facts = {
+                "r": math.exp(own[t]),
+                "s": math.exp(sum(own) / length),
+                "g": math.exp(sum(min(x, 0.4) if a > 0 else max(x, -0.4) for x in own) / length),
+                "a": a,
+                "b": math.exp(float(proximal[i, t] - batch.behaviour_logprobs[i, t])),
+                "u": math.exp(float(policy[i, t] - proximal[i, t])),
+                "d": float(policy[i, t] - reference[i, t]),
+                "l": own[t],
+                "m": not (own[t] * a > 0 and own[t] ** 2 > limit + 1e-9),
+            }
+            expected = (-a * weight(facts) + (regulariser(facts) if regulariser else 0.0)) / share
+            assert abs(float(gradient[i, t]) - expected) < 1e-5, facts
+    if advantages is not None:
+        found = cli.datamodule.advantage(scores([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]))
+        assert torch.allclose(found, torch.tensor(advantages), atol=1e-4)
+    else:
+        kind = {"red_drop": DropNegatives, "red_weight_adaptive": ExponentiallyWeighted}[method]
+        assert type(cli.datamodule.advantage) is kind
+
+
+class TestExtremes:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_ratios_beyond_measure_stay_finite(self, method):
+        """Tokens that the policy has given up, or gained, by a hundred nats: clipped, masked, and without advantage."""
+        batch, policy, proximal, reference = numbers(rows=8)
+        policy = torch.where(torch.arange(8)[:, None] % 2 == 0, batch.behaviour_logprobs + 100, policy - 100)
+        batch.advantages[2:4] = 0.0
+        batch.loss_mask[4:6] = False
+        value, gradient = loss_and_gradient(build(method).model.loss, batch, policy, proximal, reference)
+        assert math.isfinite(value)
+        assert gradient.isfinite().all()
+        assert not gradient[4:6].any()
+
+    def test_a_product_over_a_long_completion(self):
+        batch, policy, _, _ = numbers(rows=4, width=2000)
+        batch.loss_mask[1] = False
+        policy = batch.behaviour_logprobs + 0.05
+        loss = ComposedLoss(SequenceRatio(mean="product"), MinClip())
+        value, gradient = loss_and_gradient(loss, batch, policy)
+        assert math.isfinite(value)
+        assert gradient.isfinite().all()
+
+    @pytest.mark.parametrize("name", ADVANTAGES)
+    @pytest.mark.parametrize("reward", [0.9, 10.1, 1000.1])
+    def test_equal_rewards_have_no_advantage(self, name, reward):
+        if name in ("bernoulli", "reward") and (reward > 1 or name == "reward"):
+            pytest.skip("takes rewards from 0 to 1, or has no baseline")
+        own = scores(torch.full((14,), reward), group_size=7)
+        own.rewards = own.rewards.double()  # as the data module hands them over
+        assert ADVANTAGES[name](own).abs().max() < 1e-9
+
+    def test_nothing_harmful(self):
+        batch, _, _, _ = numbers()
+        loss = ComposedLoss(gate=SecondMoment(), weight=Importance())
+        _, gradient = loss_and_gradient(loss, batch, batch.behaviour_logprobs.clone())
+        assert gradient[batch.loss_mask].all()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_micro_batches_add_up(method):
     """The loss of a rollout is the sum of its pieces' losses, whatever the method."""
     batch, policy, proximal, reference = numbers(rows=32)
-    loss = build(method)
+    loss = build(method).model.loss
     whole, gradient = loss_and_gradient(loss, batch, policy, proximal, reference)
     total, pieces = 0.0, torch.zeros_like(gradient)
     for piece in batch.split(3):
@@ -401,7 +563,7 @@ def test_micro_batches_add_up(method):
     [
         (lambda: ComposedLoss(gate=MinClip(), weight=Importance()), "so it would be squared"),
         (lambda: ComposedLoss(gate=WeightClamp(), weight=AsymmetricImportance()), "so it would be squared"),
-        (lambda: ComposedLoss(weight=TruncatedImportance()), "holds that factor already"),
+        (lambda: ComposedLoss(gate=WeightClamp(), weight=TruncatedImportance()), "holds that factor already"),
         (lambda: ComposedLoss(gate=MinClip(), weight=MaskedImportance()), "holds that factor already"),
         (lambda: ComposedLoss(TokenRatio("proximal"), MinClip(centre="proximal")), "use centre 'one'"),
         (lambda: ComposedLoss(SequenceRatio(), MinClip(centre="proximal")), "use centre 'one'"),
@@ -411,6 +573,20 @@ def test_micro_batches_add_up(method):
         ),
         (lambda: ComposedLoss(TokenRatio("none"), OneSide()), "always 1"),
         (lambda: ComposedLoss(TokenRatio("none"), weight=Importance()), "always 1"),
+        (lambda: ComposedLoss(TokenRatio("none"), DualClip()), "always 1"),
+        (
+            lambda: ComposedLoss(
+                TokenRatio("none"), OffPolicySequenceMask(OffPolicySequenceMask(MinClip(centre="proximal")))
+            ),
+            "use centre 'one'",
+        ),
+        (lambda: TruncatedImportance(2.0, "word"), "level is 'word'"),
+        (lambda: SequenceRatio(mean="arithmetic"), "one of geometric, product"),
+        (lambda: TokenRatio("alpha"), "over is 'alpha'"),
+        (lambda: TokenMean("liv"), "one of all, live"),
+        (lambda: ReferenceKL(0.1, "k9"), "estimator is 'k9'"),
+        (lambda: ReferenceKL(math.inf), "above 0 and finite"),
+        (lambda: MinClip(centre="two"), "centre is 'two'"),
         (lambda: ComposedLoss(SequenceRatio(), GeometricClip()), "use TokenRatio"),
         (lambda: ComposedLoss(scale=0), "scale is 0"),
         (lambda: OneSide(low=1.5), "low from 0 to 1"),
@@ -429,7 +605,7 @@ def test_micro_batches_add_up(method):
         (lambda: ExponentiallyWeighted(temperature="adaptive", least_temperature=0), "is 0; it must be above 0"),
         (lambda: BernoulliStd(0), "smoothing is 0"),
         (lambda: ComposedAdvantage(scale=BernoulliStd())(scores([2.0, 0, 0, 0])), "use GroupStd"),
-        (lambda: ComposedAdvantage(scale=GroupMeanScale())(scores([-1.0, 0, 0, 0])), "one is negative"),
+        (lambda: ComposedAdvantage(scale=GroupMeanScale())(scores([-1.0, 0, 0, 0])), "a reward is negative"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):
