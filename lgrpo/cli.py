@@ -58,7 +58,7 @@ class LGRPOCLI(LightningCLI):
             RolloutDataModule,
             args=args,
             auto_configure_optimizers=False,
-            save_config_callback=SaveConfig,
+            save_config_callback=SaveConfig if kwargs.get("run", True) else None,
             save_config_kwargs={"save_to_log_dir": False},
             parser_kwargs={"description": "Group-relative policy optimisation, on-policy or off.", "epilog": EPILOG},
             **kwargs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,3 +20,13 @@ def quiet_lightning():
 
 settings.register_profile("repeatable", derandomize=True)  # a red run must stay red when it is run again
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_clean_repository():
+    """No test leaves a file in the repository's root, where it would be committed with the next change."""
+    root = Path(__file__).parent.parent
+    before = set(root.iterdir())
+    yield
+    new = {path.name for path in set(root.iterdir()) - before} - {".pytest_cache", ".hypothesis"}
+    assert not new, f"left behind by a test: {sorted(new)}"

@@ -32,11 +32,12 @@ def test_no_method_is_missing():
     assert sorted(NAMED.split()) == METHODS
 
 
-def demonstration(*options):
-    """The demonstration's own parts, eight prompts a rollout, nothing written to disk."""
+def demonstration(folder, *options):
+    """The demonstration's own parts, eight prompts a rollout."""
     return LGRPOCLI(
         [
             f"--config={CONFIGS / 'demo.yaml'}",
+            f"--run={folder}",
             *options,
             "--data.num_prompts=8",
             "--trainer.max_epochs=1",
@@ -50,18 +51,19 @@ def demonstration(*options):
 
 
 @pytest.fixture(scope="module")
-def warm():
+def warm(tmp_path_factory):
     """Weights of the demonstration's policy after its warm start: rewards vary from then on."""
     callbacks = "--trainer.callbacks=[{class_path: lgrpo.callbacks.SupervisedWarmStart, init_args: {num_steps: 26}}]"
-    cli = demonstration(callbacks, "--data.num_rollouts=1")
+    cli = demonstration(tmp_path_factory.mktemp("warm"), callbacks, "--data.num_rollouts=1")
     cli.trainer.fit(cli.model, cli.datamodule)
     return {name: p.detach().clone() for name, p in cli.model.policy.state_dict().items()}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_thirty_steps_on_the_demonstration(method, warm):
+def test_thirty_steps_on_the_demonstration(method, warm, tmp_path):
     overlay = f"--config={CONFIGS / 'algorithms' / method}.yaml"
-    cli = demonstration(overlay, "--weight_sync.period=5", "--data.num_rollouts=30", "--trainer.callbacks=[]")
+    options = ("--weight_sync.period=5", "--data.num_rollouts=30", "--trainer.callbacks=[]")
+    cli = demonstration(tmp_path, overlay, *options)
     logged = Logged()
     cli.trainer.callbacks.append(logged)
     cli.model.policy.build()
