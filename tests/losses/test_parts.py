@@ -613,6 +613,19 @@ def test_what_makes_no_sense_is_refused(make, message):
         make()
 
 
+def test_policies_that_are_missing():
+    batch, policy, _, _ = numbers()
+    alone = PolicyLogprobs(policy=policy, entropy=policy)
+    for loss, message in (
+        (ComposedLoss(regularisers=[ReferenceKL()]), "ReferenceKL needs a reference"),
+        (ComposedLoss(gate=MinClip(centre="proximal")), "needs proximal_logprobs"),
+        (ComposedLoss(TokenRatio("proximal"), MinClip()), "needs proximal_logprobs"),
+        (ComposedLoss(TokenRatio("none"), weight=TruncatedImportance()), "needs proximal log-probabilities"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss(batch, alone)
+
+
 def test_a_part_left_out_is_a_part_that_does_nothing():
     batch, policy, _, _ = numbers()
     _, plain = loss_and_gradient(ComposedLoss(), batch, policy)

@@ -60,7 +60,7 @@ def make_trainer(tmp_path_factory):
     policy.model.save_pretrained(folder)
     rows = datasets.Dataset.from_list([{"prompt": "12>"}] * 8)
 
-    def make(**settings: Any) -> Any:
+    def make(kind: str = "GRPO", **settings: Any) -> Any:
         defaults = {
             "output_dir": str(tmp_path_factory.mktemp("trl")),
             "per_device_train_batch_size": B,
@@ -71,10 +71,10 @@ def make_trainer(tmp_path_factory):
             "beta": 0.0,
             "bf16": False,
         }
-        return trl.GRPOTrainer(
+        return getattr(trl, f"{kind}Trainer")(
             model=str(folder),  # TRL loads its reference from there
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            args=trl.GRPOConfig(**defaults | settings),
+            args=getattr(trl, f"{kind}Config")(**defaults | settings),
             train_dataset=rows,
             processing_class=policy.tokenizer,
         )
@@ -171,6 +171,21 @@ def test_without_old_logprobs_trl_is_our_ratio_over_none(numbers, make_trainer):
     assert torch.allclose(own, gradient * numbers["mask"], atol=1e-5)
     _, plain = loss_and_gradient(ComposedLoss(gate=NoGate()), batch, numbers["policy"])
     assert torch.allclose(own, plain, atol=1e-7)  # which is REINFORCE
+
+
+def test_rloo_clips_whole_completions(numbers, make_trainer):
+    """TRL's RLOO has the ratio of a whole completion; our ``rloo.yaml`` has its advantage and clips tokens."""
+    mask, behaviour = numbers["mask"], numbers["behaviour"]
+    policy = behaviour + (numbers["policy"] - behaviour) * 0.2
+    trainer = make_trainer(kind="RLOO")
+    old = (behaviour * mask).sum(1)
+    expected, gradient = trl_loss(trainer, numbers | {"policy": policy}, old_logps=old)
+    ours = ComposedLoss(SequenceRatio(mean="product"), MinClip(), aggregation=SequenceMean())
+    batch = rollout(behaviour, mask, numbers["advantages"])
+    value, own = loss_and_gradient(ours, batch, policy)
+    assert abs(value - expected) <= 1e-5
+    assert torch.allclose(own, gradient * mask, atol=1e-5)
+    assert own.abs().max() > 1e-3
 
 
 def test_cispo_cap_is_absolute_in_trl_and_relative_here(numbers, make_trainer):

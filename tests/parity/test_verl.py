@@ -59,6 +59,16 @@ def test_advantages(name, rewards):
     assert torch.allclose(ADVANTAGES[name](scores(f"rewards_{rewards}")), expected, atol=1e-5)
 
 
+def test_epsilon_inside_the_root_is_another_number():
+    """Mroueh et al. write sqrt(σ² + ε), TRL and verl σ + ε with the unbiased σ: half a per cent, and 15 for G = 4."""
+    theirs = torch.tensor(read("adv_grpo_binary")["outputs"]["advantages"])
+    unbiased = ComposedAdvantage(scale=GroupStd(unbiased=True))(scores("rewards_binary"))
+    paper = ComposedAdvantage(scale=GroupStd())(scores("rewards_binary"))
+    some = theirs != 0
+    assert 1e-4 < float((unbiased / theirs - 1)[some].abs().max()) < 1e-2
+    assert abs(float((paper / theirs)[some].mean()) - (4 / 3) ** 0.5) < 1e-2
+
+
 def test_reinforce_plus_plus_whitens_completions_where_verl_whitens_tokens():
     ours = ComposedAdvantage(scale=BatchStd())(scores("rewards_real"))
     theirs = torch.tensor(read("adv_reinforce_plus_plus_baseline_real")["outputs"]["advantages"])
