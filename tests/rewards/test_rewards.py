@@ -1,0 +1,148 @@
+"""What each reward accepts and refuses, on answers as models write them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from lgrpo import Completion, Prompt
+from lgrpo.rewards import (
+    CountdownEquation,
+    ExactMatch,
+    FunctionReward,
+    Isolated,
+    MathVerify,
+    NumericMatch,
+    RegexMatch,
+    TagFormat,
+    WeightedSum,
+)
+from lgrpo.tasks import SortDigits
+from tests.helpers import LowDigits, fit
+
+
+def score(reward, text, **row):
+    prompt = Prompt(text="", token_ids=[1], row=row, position=0)
+    answer = Completion(token_ids=[1], logprobs=[0.0], text=text, finish_reason="stop", behaviour_step=0)
+    (value,) = reward([prompt], [answer])
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("(53 + 21) - 29", 1),
+        ("53+21-29 = 45", 1),
+        ("I try 53 - 29.\nThat leaves 24.\n\n53 - 29 + 21", 1),
+        ("<think>53*21?</think><answer>21 + (53 - 29)</answer> done", 1),
+        ("<answer>1</answer><answer>21 + 53 - 29</answer>", 1),
+        ("53 + 21 - 29 = 46", 1),  # what stands behind the sign of equality is not asked for
+        ("53 + 21", 0),  # not every number
+        ("53 + 21 - 29 + 0", 0),  # one too many
+        ("53 + 21 - 29 - 29 + 29", 0),
+        ("45", 0),
+        ("53 + 21 - 29.0", 0),
+        ("-29 + 53 + 21", 0),  # a sign is no operation
+        ("53 // 21 - 29", 0),
+        ("29 ** 21 ** 53", 0),
+        ("53 + 21 / 0 - 29", 0),
+        ("__import__('os').system('true')", 0),
+        ("(" * 10_000, 0),
+        ("9" * 100_000, 0),
+        ("", 0),
+        ("True + 53", 0),
+    ],
+)
+def test_countdown(text, expected):
+    assert score(CountdownEquation(), text, nums=[29, 21, 53], target=45) == expected
+
+
+def test_countdown_is_exact_and_gives_partial_credit():
+    assert score(CountdownEquation(), "1 / 3 * 3 * 9", nums=[1, 3, 3, 9], target=9) == 1
+    assert score(CountdownEquation(partial=0.1), "29 + 21 + 53", nums=[29, 21, 53], target=45) == 0.1
+    assert score(CountdownEquation(partial=0.1), "29 + 21", nums=[29, 21, 53], target=50) == 0
+    with pytest.raises(ValueError, match="partial is 1"):
+        CountdownEquation(partial=1.0)
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "expected"),
+    [
+        (r"\frac{1}{2}", r"So the answer is $\boxed{\frac{1}{2}}$.", 1),
+        (r"\frac{1}{2}", r"The answer is $0.5$", 1),
+        (r"\frac{1}{2}", r"\boxed{1/3}", 0),
+        ("12", "Therefore it is 12", 1),
+        ("12", r"12 was wrong, it is \boxed{13}", 0),
+        (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1),
+        ("(1,2)", r"\boxed{(1, 2)}", 1),
+        ("(1,2)", r"\boxed{(2, 1)}", 0),
+        (r"x^2+2x+1", r"\boxed{(x+1)^2}", 1),
+        ("5", "", 0),
+        ("5", "no idea", 0),
+    ],
+)
+def test_math_verify(gold, text, expected):
+    assert score(MathVerify(), text, answer=gold) == expected
+
+
+def test_math_verify_works_in_a_thread_and_in_a_worker():
+    """Where generation overlaps training, scoring runs in a thread, in which the library's own alarm would fail."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(score(MathVerify(), r"\boxed{7}", answer="7")))
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+    isolated = Isolated(MathVerify(), num_workers=1)
+    assert score(isolated, r"\boxed{7}", answer="7") == 1.0
+    isolated.close()
+
+
+def test_a_gold_answer_that_cannot_be_parsed():
+    with pytest.raises(ValueError, match="is no mathematics: ''"):
+        score(MathVerify(), "5", answer="")
+    with pytest.raises(ValueError, match="holds no number"):
+        score(NumericMatch(), "5", answer="five")
+
+
+def test_math_verify_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lgrpo\[math\]'"):
+        MathVerify()
+
+
+def test_form():
+    tags = TagFormat()
+    assert score(tags, "<think>\nhm\n</think>\n<answer>5</answer>") == 1
+    for text in ("<answer>5</answer>", "<think>a</think><think>b</think><answer>5</answer>", "<think>a</think> 5", ""):
+        assert score(tags, text) == 0
+    assert score(TagFormat(["a.b"]), "<a.b>x</a.b>") == 1
+    assert score(TagFormat(["a.b"]), "<axb>x</axb>") == 0
+    assert score(RegexMatch(r"\d+$"), "it is 12") == 1
+    assert score(RegexMatch(r"\d+", whole=True), "it is 12") == 0
+    with pytest.raises(ValueError, match="is no regular expression"):
+        RegexMatch("(")
+
+
+def test_a_function_by_its_import_path(tmp_path, monkeypatch):
+    (tmp_path / "graders.py").write_text("def half(text, row):\n    return row['weight'] * len(text) / 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert score(FunctionReward("graders.half"), "abcd", weight=3) == 6
+    for path, message in (("graders.none", "no function graders.none"), ("nowhere.f", "nowhere"), ("f", "no function")):
+        with pytest.raises(ValueError, match=message):
+            FunctionReward(path)
+
+
+def test_a_weighted_sum_logs_each_by_its_name():
+    reward = WeightedSum({"low": LowDigits(), "form": RegexMatch("0")}, {"form": 0.5})
+    run = fit(rollouts=2, data={"task": SortDigits(num_digits=2, num_held_out=20, reward=reward)})
+    for batch, row in zip(run.recorder.rollouts, run.logged, strict=True):
+        assert abs(row["reward/low"] + 0.5 * row["reward/form"] - float(batch.rewards.mean())) < 1e-5
+        assert row["reward/low_std"] > 0
+    assert reward.required_fields() == set()
+    assert WeightedSum({"a": ExactMatch("x"), "b": ExactMatch("y")}).required_fields() == {"x", "y"}
+    with pytest.raises(ValueError, match=r"weights for \['b'\]"):
+        WeightedSum({"a": ExactMatch()}, {"b": 1.0})
+    with pytest.raises(ValueError, match="no rewards"):
+        WeightedSum({})
