@@ -7,8 +7,17 @@ import sys
 import torch
 
 from lgrpo import ClippedLoss, Evaluation, ZeroVarianceMask
-from lgrpo.advantages import BatchStd, ComposedAdvantage
+from lgrpo.advantages import Advantage, BatchStd, ComposedAdvantage, DropNegatives, ExponentiallyWeighted, Scores
+from lgrpo.data import DynamicSampling
 from tests.helpers import build
+
+
+class OfTheWholeRollout(Advantage):
+    """What depends on completions of other ranks, or on a draw: a batch's deviation, a temperature, who is dropped."""
+
+    def __call__(self, scores: Scores) -> torch.Tensor:
+        adaptive = ExponentiallyWeighted(ComposedAdvantage(scale=BatchStd()), temperature="adaptive")
+        return adaptive(scores) + DropNegatives()(scores)
 
 
 def main() -> None:
@@ -26,7 +35,8 @@ def main() -> None:
         data={
             "evaluation": Evaluation(success_reward=0.5),
             "num_prompts": int(sys.argv[3]) if sys.argv[3:] else 4,
-            "advantage": ComposedAdvantage(scale=BatchStd()),  # of the whole rollout, whoever holds it
+            "advantage": OfTheWholeRollout(),
+            "dynamic_sampling": DynamicSampling(max_rounds=2, tolerance=0.3),
         },
     )
     fresh = build()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from lgrpo import Completion, Prompt
+from lgrpo.cli import LGRPOCLI
 from lgrpo.rewards import (
     CountdownEquation,
     ExactMatch,
@@ -146,3 +148,33 @@ def test_a_weighted_sum_logs_each_by_its_name():
         WeightedSum({"a": ExactMatch()}, {"b": 1.0})
     with pytest.raises(ValueError, match="no rewards"):
         WeightedSum({})
+
+
+def test_rewards_inside_rewards_from_yaml(tmp_path):
+    (tmp_path / "overlay.yaml").write_text("""
+data:
+  task:
+    class_path: lgrpo.tasks.SortDigits
+    init_args:
+      reward:
+        class_path: lgrpo.rewards.WeightedSum
+        init_args:
+          rewards:
+            right:
+              class_path: lgrpo.rewards.ExactMatch
+            math:
+              class_path: lgrpo.rewards.Isolated
+              init_args:
+                timeout: 5
+                reward:
+                  class_path: lgrpo.rewards.MathVerify
+          weights:
+            math: 0.5
+""")
+    configs = Path(__file__).parents[2] / "configs"
+    files = [f"--config={configs / 'tiny.yaml'}", f"--config={tmp_path / 'overlay.yaml'}"]
+    reward = LGRPOCLI([*files, "--trainer.logger=false"], run=False).datamodule.task.reward
+    assert score(reward, "12", answer="12") == 1.5
+    assert score(reward, "12.0", answer="12") == 0.5
+    assert reward.report()["reward/failures"] == 0
+    reward.rewards["math"].close()
