@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pydoc import locate
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def plan(config: Namespace) -> str:
         ),
         ("lags that occur", _lags(period, reuse)),
         *_whole_run(config, period),
-        ("zero-variance groups", "masked, KL term included" if config.zero_variance_mask else "kept"),
+        ("zero-variance groups", _dull_groups(config)),
         *_memory(config, piece * longest),
     ]
     width = max(len(name) for name, _ in rows)
@@ -86,6 +87,14 @@ def _whole_run(config: Namespace, period: int | None) -> list[tuple[str, str]]:
     return [stage, ("whole run", whole)]
 
 
+def _dull_groups(config: Namespace) -> str:
+    """What becomes of groups whose rewards are all equal."""
+    kept = "masked, regularisers included" if config.zero_variance_mask else "kept"
+    if (again := config.data.dynamic_sampling) is None:
+        return kept
+    return f"sampled again with other prompts, {again.max_rounds} times at most; then {kept}"
+
+
 def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
     """Weights, gradients, optimizer state, copies, and the activations of one micro-batch."""
     settings: dict[str, Any] = vars(config.model.policy)
@@ -96,12 +105,11 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
         return [("memory", f"not estimated: the model's config cannot be read ({str(error).splitlines()[0]})")]
     num_parameters = _num_parameters(architecture, settings["trust_remote_code"])
     bytes_each = 2 if settings["dtype"] == "bfloat16" else 4
-    needs_reference = config.model.loss.init_args.get("kl_coef", 0) > 0
     copies = {
         "weights": bytes_each,
         "gradients": bytes_each,
         "AdamW": 2 * bytes_each,
-        "reference": bytes_each if needs_reference else 0,
+        "reference": bytes_each if _needs_reference(config.model.loss) else 0,
         "engine's copy": bytes_each,
     }
     text = architecture.get_text_config()
@@ -124,6 +132,14 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
             "(prompts not counted)",
         ),
     ]
+
+
+def _needs_reference(loss: Namespace) -> bool:
+    """Whether a loss, as it is configured, has a term in the reference."""
+    parts = loss.init_args.get("regularisers") or []
+    return loss.init_args.get("kl_coef", 0) > 0 or any(
+        getattr(locate(part.class_path), "needs_reference", False) for part in parts
+    )
 
 
 def _size(num_bytes: float) -> str:

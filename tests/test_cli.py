@@ -250,6 +250,10 @@ class TestPlan:
         rows = self.plan(capsys, *options)
         assert rows["lags that occur"] == "0: every completion is fresh"
         assert "reference" not in rows["memory, held"]
+        grpo, dapo = (f"--config={CONFIGS / 'algorithms' / name}.yaml" for name in ("grpo", "dapo"))
+        assert "reference 0.9 MiB" in self.plan(capsys, grpo)["memory, held"]
+        assert "reference" not in self.plan(capsys, dapo)["memory, held"]
+        assert self.plan(capsys, dapo)["zero-variance groups"].startswith("sampled again with other prompts, 4 times")
         rows = self.plan(capsys, "--weight_sync.period=null")
         assert rows["sync"] == "before the first rollout only"
 
