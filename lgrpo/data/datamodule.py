@@ -17,15 +17,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lgrpo.advantages import Advantage, GroupWhitened, Scores
+from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
+from lgrpo.data.compare import set_advantages
 from lgrpo.data.evaluation import Evaluation
 from lgrpo.data.prompts import PromptSet, prompts_at
+from lgrpo.data.recompute import recompute_logprobs
 from lgrpo.data.sampler import DynamicSampling, RolloutSampler
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.data.totals import fill_totals
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
-from lgrpo.functional import stream_uniform
 from lgrpo.hooks import Stage, call_rollout_end, call_stage, policy_owner
 from lgrpo.tasks import Task
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
@@ -245,7 +246,7 @@ class RolloutDataModule(L.LightningDataModule):
         trainer, start = self._trainer, time.perf_counter()
         batch, sync_seconds = self.schedule.get(trainer, rollout)
         self._refuse_old(batch)
-        self._compare(batch)
+        set_advantages(batch, self.advantage, self.seed, trainer)
         call_rollout_end(trainer, batch)
         now = time.perf_counter()
         own = {"time/sync": sync_seconds, "time/wait": now - start}
@@ -257,28 +258,8 @@ class RolloutDataModule(L.LightningDataModule):
         batch.metrics |= own
         fill_totals(batch, trainer)
         if self.behaviour_logprobs == "policy":
-            self._recompute_logprobs(batch)
+            recompute_logprobs(batch, self.schedule.ready(), trainer)
         return batch
-
-    def _compare(self, batch: RolloutBatch) -> None:
-        """Sets the advantages. Every rank sees the scores of all, so that statistics of the whole rollout are right."""
-        trainer, size = self._trainer, len(batch)
-        siblings = torch.arange(size) % batch.group_size
-        draws = stream_uniform(self.seed, batch.positions, siblings, -1)  # tokens draw from 0 on
-        own = torch.stack([batch.rewards.double(), batch.completion_mask.sum(1).double(), draws])
-        everyone: Any = trainer.lightning_module.all_gather(own.to(trainer.strategy.root_device))
-        rewards, lengths, draws = everyone.view(-1, 3, size).transpose(0, 1).reshape(3, -1).cpu()
-        # float64: the mean of equal rewards is then that reward to the last bit, and their advantage 0
-        scores = Scores(rewards=rewards, lengths=lengths, draws=draws, group_size=batch.group_size)
-        advantages = self.advantage(scores)
-        if advantages.shape != rewards.shape or not bool(advantages.isfinite().all()):
-            raise ValueError(
-                f"{type(self.advantage).__name__} returned {tuple(advantages.shape)} advantages for {len(rewards)} "
-                f"completions, {int((~advantages.isfinite()).sum())} of them not finite"
-            )
-        first = trainer.global_rank * size
-        own_advantages = advantages[first : first + size].float()
-        batch.advantages = torch.where(batch.completion_mask, own_advantages[:, None], 0.0)
 
     def _refuse_old(self, batch: RolloutBatch) -> None:
         """Takes completions out of the loss that would be older than ``max_lag`` at the rollout's last pass."""
@@ -287,27 +268,6 @@ class RolloutDataModule(L.LightningDataModule):
         lag = self._trainer.global_step + self.reuse - 1 - batch.behaviour_step
         too_old = lag > self.max_lag
         batch.loss_mask &= ~too_old[:, None]
-
-    def _recompute_logprobs(self, batch: RolloutBatch) -> None:
-        """log π_α by the policy, of this rollout and of those sampled ahead from the same weights.
-
-        This one's are computed in the very pieces that will be trained on: its ratio starts at exactly 1.
-        """
-        trainer, step = self._trainer, self._trainer.global_step
-        if batch.logprobs_from == "policy":  # with the first of its cycle
-            return
-        if (sampled_at := int(batch.behaviour_step.min())) != step:
-            raise ValueError(
-                f"data.behaviour_logprobs is 'policy', but rollout {batch.rollout} was sampled with the weights of "
-                f"step {sampled_at} and the policy is at step {step} already. With weight_sync.period above 1 set "
-                "data.generate_ahead, so that a cycle's are computed before its first step, or use 'engine'"
-            )
-        ahead = [other for other in self.schedule.ready() if int(other.behaviour_step.min()) == step]
-        for rollout in [batch, *(other for other in ahead if other.rollout != batch.rollout)]:
-            for piece in rollout.split(trainer.accumulate_grad_batches):
-                width = piece.tokens.shape[1]
-                rollout.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
-            rollout.logprobs_from = "policy"
 
     def _hold(self, batch: RolloutBatch) -> None:
         self._rollout = batch

@@ -21,6 +21,7 @@ from lgrpo.callbacks import WeightSync
 from lgrpo.engines import VLLMEngine
 from lgrpo.rewards import Reward
 from lgrpo.tasks import DatasetTask
+from tests.helpers import Logged
 
 SHAPES = {
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
@@ -39,23 +40,6 @@ class Parity(Reward):
         return float(sum(completion.token_ids) % 2)
 
 
-class Rows(L.Callback):
-    """The figures of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        self._take(trainer)
-
-    def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._take(trainer)
-
-    def _take(self, trainer: L.Trainer) -> None:
-        if len(self.rows) < trainer.global_step:
-            self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-
 def run(module: GRPOModule, engine: VLLMEngine, v: int, rollouts: int, options: argparse.Namespace) -> dict[str, Any]:
     words = random.Random(0)
     rows = [
@@ -72,7 +56,7 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, rollouts: int, options: 
         generate_ahead=v > 1,
         seed=v,
     )
-    seen = Rows()
+    seen = Logged()
     trainer = L.Trainer(
         accelerator="auto",
         devices=1,

@@ -13,14 +13,6 @@ from lgrpo.engines.transformers import draw
 from tests.helpers import tiny_policy
 
 
-@pytest.fixture(scope="module")
-def policy():
-    torch.manual_seed(0)
-    policy = tiny_policy()
-    policy.build()
-    return policy
-
-
 @pytest.fixture
 def engine(policy):
     engine = TransformersEngine()

@@ -20,14 +20,6 @@ TEXTS = ("12>", "3456789>", "0>", "98>")
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def policy():
-    torch.manual_seed(0)
-    policy = tiny_policy()
-    policy.build()
-    return policy
-
-
 def prompts(policy, *texts):
     return [
         Prompt(text=t, token_ids=policy.tokenizer(t).input_ids, row={}, position=10 + i) for i, t in enumerate(texts)

@@ -24,14 +24,6 @@ pytest.importorskip("vllm")
 
 
 @pytest.fixture(scope="module")
-def policy():
-    torch.manual_seed(0)
-    policy = tiny_policy()
-    policy.build()
-    return policy
-
-
-@pytest.fixture(scope="module")
 def engine(policy):
     engine = VLLMServerEngine(num_servers=2, timeout=60)
     engine.load_weights(policy.weights(), step=3)
