@@ -1,37 +1,57 @@
 """lgrpo: group-relative policy optimisation, on-policy or off, on PyTorch Lightning."""
 
-from lgrpo.callbacks import (
-    ReferenceRefresh,
-    RolloutCallback,
-    RolloutLog,
-    SupervisedWarmStart,
-    WeightSync,
-    ZeroVarianceMask,
-)
-from lgrpo.data import Evaluation, RolloutDataModule
-from lgrpo.engines import Sampling, TransformersEngine
-from lgrpo.losses import ClippedLoss
-from lgrpo.module import GRPOModule
-from lgrpo.policy import CausalPolicy
-from lgrpo.types import Completion, Prompt, RolloutBatch
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lgrpo.callbacks import ReferenceRefresh as ReferenceRefresh
+    from lgrpo.callbacks import RolloutCallback as RolloutCallback
+    from lgrpo.callbacks import RolloutLog as RolloutLog
+    from lgrpo.callbacks import SupervisedWarmStart as SupervisedWarmStart
+    from lgrpo.callbacks import ValidateEvery as ValidateEvery
+    from lgrpo.callbacks import WeightSync as WeightSync
+    from lgrpo.callbacks import ZeroVarianceMask as ZeroVarianceMask
+    from lgrpo.data import Benchmark as Benchmark
+    from lgrpo.data import Evaluation as Evaluation
+    from lgrpo.data import RolloutDataModule as RolloutDataModule
+    from lgrpo.engines import Sampling as Sampling
+    from lgrpo.engines import TransformersEngine as TransformersEngine
+    from lgrpo.losses import ClippedLoss as ClippedLoss
+    from lgrpo.module import GRPOModule as GRPOModule
+    from lgrpo.policy import CausalPolicy as CausalPolicy
+    from lgrpo.types import Completion as Completion
+    from lgrpo.types import Prompt as Prompt
+    from lgrpo.types import RolloutBatch as RolloutBatch
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CausalPolicy",
-    "ClippedLoss",
-    "Completion",
-    "Evaluation",
-    "GRPOModule",
-    "Prompt",
-    "ReferenceRefresh",
-    "RolloutBatch",
-    "RolloutCallback",
-    "RolloutDataModule",
-    "RolloutLog",
-    "Sampling",
-    "SupervisedWarmStart",
-    "TransformersEngine",
-    "WeightSync",
-    "ZeroVarianceMask",
-]
+_ROOMS = {
+    "CausalPolicy": "policy",
+    "ClippedLoss": "losses",
+    "Completion": "types",
+    "Benchmark": "data",
+    "Evaluation": "data",
+    "GRPOModule": "module",
+    "Prompt": "types",
+    "ReferenceRefresh": "callbacks",
+    "RolloutBatch": "types",
+    "RolloutCallback": "callbacks",
+    "RolloutDataModule": "data",
+    "RolloutLog": "callbacks",
+    "Sampling": "engines",
+    "SupervisedWarmStart": "callbacks",
+    "TransformersEngine": "engines",
+    "ValidateEvery": "callbacks",
+    "WeightSync": "callbacks",
+    "ZeroVarianceMask": "callbacks",
+}
+__all__ = list(_ROOMS)
+
+
+def __getattr__(name: str) -> Any:
+    """Rooms are imported when they are asked for: reward workers and servers need few of them, and start sooner."""
+    if name not in _ROOMS:
+        raise AttributeError(f"lgrpo has no {name!r}; it has {', '.join(sorted(_ROOMS))}")
+    return getattr(importlib.import_module(f"lgrpo.{_ROOMS[name]}"), name)

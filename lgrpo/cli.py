@@ -18,24 +18,30 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lgrpo.callbacks import (
+    EndAtOnce,
     ExactResume,
     GracefulInterrupt,
     ReferenceRefresh,
     RolloutProgress,
+    ValidateEvery,
     WeightSync,
     ZeroVarianceMask,
 )
 from lgrpo.data import RolloutDataModule
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
-from lgrpo.report import closing_line, draw_curves, read_series
+from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, write_summary
 
 CALLBACK_KEYS = {
     "weight_sync": WeightSync,
     "reference_refresh": ReferenceRefresh,
     "zero_variance_mask": ZeroVarianceMask,
+    "validate_every": ValidateEvery,
 }
-EPILOG = "lgrpo plan --config … says what a config means before anything is loaded: lags, syncs, tokens, memory."
+EPILOG = (
+    "lgrpo plan --config … says what a config means before anything is loaded: lags, syncs, tokens, memory. "
+    "lgrpo test --checkpoints RUN evaluates every checkpoint of a run."
+)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -71,6 +77,13 @@ class LGRPOCLI(LightningCLI):
             default=None,
             help="Folder of the run: metrics, completions, checkpoints, config. A new one under runs/ by default.",
         )
+        parser.add_argument(
+            "--checkpoints",
+            type=str | None,
+            default=None,
+            help="For validate and test: the folder of a run; every checkpoint in it is evaluated, by the run's own "
+            "config unless another one is given.",
+        )
         for key, callback in CALLBACK_KEYS.items():
             parser.add_subclass_arguments(callback, key, required=False)
         parser.set_defaults({"weight_sync": {"class_path": "lgrpo.WeightSync"}})
@@ -94,9 +107,14 @@ class LGRPOCLI(LightningCLI):
         if run and root and Path(run) != Path(root):
             raise SystemExit(f"lgrpo: --run {run} and --trainer.default_root_dir {root} both name the run folder")
         run = run or root
+        evaluated = self._get(self.config, "checkpoints")
         if self.subcommand != "fit":
-            self.run_folder = Path(run or ".")
+            self.run_folder = Path(run or evaluated or ".")
+            if evaluated and self._get(self.config, "ckpt_path"):
+                raise SystemExit("lgrpo: --checkpoints evaluates all checkpoints of a run, --ckpt_path one: not both")
             return
+        if evaluated:
+            raise SystemExit("lgrpo: --checkpoints is for validate and test")
         resuming = self._get(self.config, "ckpt_path") is not None
         if resuming and run is None:
             raise SystemExit("lgrpo: --ckpt_path goes on with a run: say which one with --run FOLDER")
@@ -135,7 +153,9 @@ class LGRPOCLI(LightningCLI):
             if settings["logger"] in (None, True):
                 kwargs["logger"] = self._loggers()
         else:
+            callbacks.append(EndAtOnce())
             kwargs["enable_checkpointing"] = False
+            kwargs["enable_progress_bar"] = False  # Lightning's would count tasks; the evaluation shows problems
             if settings["logger"] is None:
                 kwargs["logger"] = False
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
@@ -166,6 +186,26 @@ class LGRPOCLI(LightningCLI):
         print(f"The run is in {self.run_folder}/: metrics, completions.jsonl, checkpoints, curves.png")
         print(closing_line(series, time.perf_counter() - self._started))
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        run = self._get(self.config, "checkpoints")
+        if subcommand == "fit" or run is None:
+            super()._run_subcommand(subcommand)
+            return
+        evaluate = {"validate": self.trainer.validate, "test": self.trainer.test}[subcommand]
+        table: dict[int, dict[str, float]] = {}
+        for step, path in find_checkpoints(Path(run)).items():
+            evaluate(self.model, datamodule=self.datamodule, ckpt_path=str(path), verbose=False)
+            table[step] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+            if self.trainer.is_global_zero:
+                print(f"step {step}: " + ", ".join(headlines(table[step])), flush=True)
+        self.datamodule.engine.close()
+        if self.trainer.is_global_zero:
+            print(write_summary(table, Path(run) / "evaluations" / f"checkpoints-{subcommand}.json"))
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        return kwargs | {"verbose": False} if "verbose" in kwargs else kwargs  # the figures are printed here
+
     def after_validate(self) -> None:
         self._print_figures()
 
@@ -173,9 +213,13 @@ class LGRPOCLI(LightningCLI):
         self._print_figures()
 
     def _print_figures(self) -> None:
+        self.datamodule.engine.close()
         if self.trainer.is_global_zero:
-            for name, value in self.trainer.callback_metrics.items():
-                print(f"{name:<30}{float(value):.4f}")
+            figures = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+            for name, value in figures.items():
+                if not name.endswith("_stderr"):
+                    error = figures.get(f"{name}_stderr")
+                    print(f"{name:<30}{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
 
 
 class ParseOnly(LGRPOCLI):
@@ -204,9 +248,20 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
+def with_config_of_run(args: list[str]) -> list[str]:
+    """Before ``--checkpoints RUN``, where no ``--config`` is given, the one RUN was made with."""
+    options = [arg.partition("=")[0] for arg in args]
+    if args[:1] not in (["validate"], ["test"]) or "--checkpoints" not in options or "--config" in options:
+        return args
+    place = options.index("--checkpoints")
+    run = args[place].partition("=")[2] or "".join(args[place + 1 : place + 2])
+    configs = sorted(Path(run).glob("config*.yaml"), key=lambda path: path.stat().st_mtime)
+    return [args[0], *([f"--config={configs[-1]}"] if configs else []), *args[1:]]
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry point of the ``lgrpo`` command."""
-    args = sys.argv[1:] if args is None else args
+    args = with_config_of_run(sys.argv[1:] if args is None else args)
     quiet_lightning()
     if os.getcwd() not in sys.path:  # so that class_path finds a module beside the config
         sys.path.append(os.getcwd())

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.functional import kl_divergence
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
-from lgrpo.metrics import Amplification, StepMetrics
+from lgrpo.metrics import Amplifications, StepMetrics
 from lgrpo.policy import CausalPolicy
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
 
@@ -49,7 +49,7 @@ class GRPOModule(L.LightningModule):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.step_metrics = StepMetrics()
-        self.amplification = Amplification()
+        self.amplifications = Amplifications()
         self.proximal = ProximalMemory()
         self._update_started = 0.0
         self._step_is_empty = False
@@ -71,10 +71,9 @@ class GRPOModule(L.LightningModule):
         """Whether the loss has a term in the reference."""
         return self.loss.needs_reference
 
-    @property
-    def wants_reference_score(self) -> bool:
-        """Whether there is a reference whose pass@1 is not known."""
-        return self.reference is not None and not self.amplification.knows_reference
+    def wants_reference_score(self, task: str) -> bool:
+        """Whether there is a reference whose pass@1 on a task is not known."""
+        return self.reference is not None and not self.amplifications[task].knows_reference
 
     @torch.no_grad()
     def policy_logprobs(self, batch: RolloutBatch) -> Tensor:
@@ -102,7 +101,7 @@ class GRPOModule(L.LightningModule):
             raise RuntimeError("there is no reference to refresh: the loss has no KL term (kl_coef is 0)")
         for own, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
-        self.amplification.reference_moved(self.global_step, copied=decay == 0)
+        self.amplifications.reference_moved(self.global_step, copied=decay == 0)
 
     # Lightning's hooks
 
@@ -118,10 +117,10 @@ class GRPOModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
 
     def setup(self, stage: str) -> None:
+        self.amplifications.forget()
         if stage != "fit":
             return
         self.proximal = ProximalMemory()
-        self.amplification.forget()
         precision = str(self.trainer.precision)
         if precision in ("bf16-true", "16-true") or precision.startswith("transformer-engine"):
             raise ValueError(
@@ -178,7 +177,7 @@ class GRPOModule(L.LightningModule):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        self.amplification.update(batch.correct, batch.reference_correct)
+        self.amplifications[batch.task].update(batch.correct, batch.answers, batch.reference_correct)
 
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
@@ -193,13 +192,13 @@ class GRPOModule(L.LightningModule):
         ranks: list[Any] = [self.proximal.state_dict()] * self.trainer.world_size
         if self.trainer.world_size > 1:
             torch.distributed.all_gather_object(ranks, ranks[0])
-        checkpoint["grpo"] = {"scores": self.amplification.scores(), "proximal": ranks}
+        checkpoint["grpo"] = {"scores": self.amplifications.scores(), "proximal": ranks}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return  # scores of another evaluation's settings would mislead
         state = checkpoint["grpo"]
-        self.amplification.load_scores(state["scores"])
+        self.amplifications.load_scores(state["scores"])
         if len(state["proximal"]) == self.trainer.world_size:
             self.proximal.load_state_dict(state["proximal"][self.trainer.global_rank])
 
@@ -230,7 +229,7 @@ class GRPOModule(L.LightningModule):
             logger.save()
 
     def _log_pass_at_k(self, prefix: str) -> None:
-        figures = {f"{prefix}/{name}": value for name, value in self.amplification.compute(self.global_step).items()}
+        figures = {f"{prefix}/{name}": value for name, value in self.amplifications.compute(self.global_step).items()}
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting:  # with the sanity check, whose figures Lightning would drop: they are the starting point of the run
             self._to_loggers(figures, self.global_step)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+
+if TYPE_CHECKING:  # reward workers do not need it, and start sooner
+    from transformers import PretrainedConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,7 +76,7 @@ class RolloutBatch:
     behaviour_logprobs: Tensor
     """[B, T] log π_α(token), float32; 0 outside the completion."""
     rewards: Tensor
-    """[B] float32, as the reward gave them."""
+    """[B] float32, as the reward gave them; NaN where that is not known yet."""
     advantages: Tensor
     """[B, T] float32; 0 outside the completion."""
     behaviour_step: Tensor
@@ -83,6 +85,8 @@ class RolloutBatch:
     """[B] int64: place of each row's prompt in the run."""
     truncated: Tensor
     """[B] bool: the completion hit the length limit."""
+    failed: Tensor
+    """[B] bool: the completion could not be scored, and has the reward given to those."""
     rows: Tensor
     """[B] int64: each row's place in this rank's rollout, kept through ``split``."""
     group_size: int
@@ -103,6 +107,12 @@ class RolloutBatch:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def is_known(self) -> Tensor:
+        """[B] bool: rows of groups whose rewards are all there. Others hold a place only, out of the loss."""
+        unknown = self.rewards.view(-1, self.group_size).isnan().any(1)
+        return ~unknown.repeat_interleave(self.group_size)
 
     @property
     def lengths(self) -> Tensor:
@@ -161,8 +171,12 @@ class RolloutBatch:
 class EvaluationBatch:
     """Which samples of which problems were right: what validation reads."""
 
+    task: str
+    """Name of the task; empty for the run's own."""
     correct: Tensor
     """[problems, samples] bool, of the current policy."""
+    answers: Tensor
+    """[problems, samples] int64: which samples of a problem end in the same answer; -1 for those without one."""
     reference_correct: Tensor | None = None
     """[problems, samples] bool, of the reference, where it was sampled too."""
 

@@ -42,6 +42,8 @@ MODEL = {
 class LowDigits(Reward):
     """The share of digits below five: a model that knows nothing gets different scores for siblings."""
 
+    is_inline = True
+
     def score(self, prompt: Prompt, completion: Completion) -> float:
         return sum(c in "01234" for c in completion.text) / 6
 
@@ -52,7 +54,7 @@ class Recorder(RolloutCallback):
     def __init__(self) -> None:
         self.rollouts: list[RolloutBatch] = []
         self.started: list[tuple[int, int]] = []
-        self.lags: list[int] = []
+        self.lags: list[Any] = []
         self.gradients: list[dict[str, Tensor]] = []
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
@@ -63,8 +65,8 @@ class Recorder(RolloutCallback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            (lag,) = set((trainer.global_step - batch.behaviour_step).tolist())
-            self.lags.append(lag)
+            lags = sorted(set((trainer.global_step - batch.behaviour_step).tolist()))
+            self.lags += lags if len(lags) == 1 else [tuple(lags)]  # several, where late groups joined
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         named = pl_module.policy.named_parameters()
@@ -187,6 +189,7 @@ def a_batch(size: int = 8, width: int = 10, group_size: int = 4, seed: int = 0) 
         behaviour_step=torch.zeros(size, dtype=torch.int64),
         positions=torch.arange(size) // group_size,
         truncated=torch.zeros(size, dtype=torch.bool),
+        failed=torch.zeros(size, dtype=torch.bool),
         rows=torch.arange(size),
         group_size=group_size,
         temperature=1.0,

@@ -62,12 +62,16 @@ class TooFew(BatchReward):
         (returns(float("-inf")), "Odd returned -inf"),
         (returns(None), "Odd returned None"),
         (returns("good"), "Odd returned 'good'"),
-        (TooFew(), "TooFew returned 15 rewards for 16 completions"),
+        (TooFew(), "TooFew returned 3 rewards for 4 completions"),
     ],
 )
 def test_rewards_that_are_not_rewards(reward, message):
+    """In the trainer's process they stop the run; in workers too, where they have never been anything else."""
+    task = SortDigits(num_digits=2, num_held_out=20, reward=reward)
     with pytest.raises(ValueError, match=message):
-        fit(data={"task": SortDigits(num_digits=2, num_held_out=20, reward=reward)})
+        fit(data={"task": task, "scoring": None})
+    with pytest.raises(RuntimeError, match=f"failed on each of the first 16 completions: ValueError: {message}"):
+        fit(data={"task": task})
 
 
 def test_a_callback_that_turns_the_mask_on():

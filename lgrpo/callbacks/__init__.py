@@ -1,17 +1,20 @@
 """When things happen: each callback one decision."""
 
+from lgrpo.callbacks.end_at_once import EndAtOnce
 from lgrpo.callbacks.exact_resume import ExactResume
 from lgrpo.callbacks.interrupt import GracefulInterrupt
 from lgrpo.callbacks.overlong_mask import OverlongMask
 from lgrpo.callbacks.progress import RolloutProgress
 from lgrpo.callbacks.reference_refresh import ReferenceRefresh
 from lgrpo.callbacks.rollout_log import RolloutLog
+from lgrpo.callbacks.validate_every import ValidateEvery
 from lgrpo.callbacks.warm_start import SupervisedWarmStart
 from lgrpo.callbacks.weight_sync import WeightSync
 from lgrpo.callbacks.zero_variance_mask import ZeroVarianceMask
 from lgrpo.hooks import RolloutCallback
 
 __all__ = [
+    "EndAtOnce",
     "ExactResume",
     "GracefulInterrupt",
     "OverlongMask",
@@ -20,6 +23,7 @@ __all__ = [
     "RolloutLog",
     "RolloutProgress",
     "SupervisedWarmStart",
+    "ValidateEvery",
     "WeightSync",
     "ZeroVarianceMask",
 ]

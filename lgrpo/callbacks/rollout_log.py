@@ -54,7 +54,7 @@ class RolloutLog(RolloutCallback):
             trainer.global_step,
             tokenizer.decode(batch.tokens[i][batch.attention_mask[i] & ~sampled]),
             tokenizer.decode(batch.tokens[i][sampled]),
-            round(float(batch.rewards[i]), 6),
+            None if bool(batch.rewards[i].isnan()) else round(float(batch.rewards[i]), 6),
             round(float(batch.advantages[i][sampled][0]), 6),
             bool(batch.loss_mask[i].any()),
             behaviour_step,

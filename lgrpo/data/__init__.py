@@ -3,12 +3,14 @@
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.collate import collate_rollout
 from lgrpo.data.datamodule import RolloutDataModule
-from lgrpo.data.evaluation import Evaluation
-from lgrpo.data.prompts import PromptSet
+from lgrpo.data.evaluation import Benchmark, Evaluation
+from lgrpo.data.prompts import DifficultySampling, PromptSet
 from lgrpo.data.sampler import DynamicSampling
 from lgrpo.data.schedule import RolloutSchedule
 
 __all__ = [
+    "Benchmark",
+    "DifficultySampling",
     "DynamicSampling",
     "Evaluation",
     "EvaluationBuffer",

@@ -57,16 +57,18 @@ class RolloutBuffer:
 
 
 class EvaluationBuffer:
-    """One batch: all samples of this rank's problems, drawn when they are asked for."""
+    """A batch for each task: all samples of this rank's problems, drawn when they are asked for."""
 
-    def __init__(self, sample: Callable[[], EvaluationBatch]) -> None:
+    def __init__(self, sample: Callable[[int], EvaluationBatch], num_tasks: int) -> None:
         self.sample = sample
+        self.num_tasks = num_tasks
 
     def __len__(self) -> int:
-        return 1
+        return self.num_tasks
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        yield self.sample()
+        for index in range(self.num_tasks):
+            yield self.sample(index)
 
 
 def _trainer(source: RolloutSource) -> L.Trainer:

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from lgrpo.advantages import Advantage, Scores
 from lgrpo.functional import stream_uniform
@@ -21,13 +22,20 @@ def set_advantages(batch: RolloutBatch, advantage: Advantage, seed: int, trainer
     everyone: Any = trainer.lightning_module.all_gather(own.to(trainer.strategy.root_device))
     rewards, lengths, draws = everyone.view(-1, 3, size).transpose(0, 1).reshape(3, -1).cpu()
     # float64: the mean of equal rewards is then that reward to the last bit, and their advantage 0
-    scores = Scores(rewards=rewards, lengths=lengths, draws=draws, group_size=batch.group_size)
-    advantages = advantage(scores)
-    if advantages.shape != rewards.shape or not bool(advantages.isfinite().all()):
-        raise ValueError(
-            f"{type(advantage).__name__} returned {tuple(advantages.shape)} advantages for {len(rewards)} "
-            f"completions, {int((~advantages.isfinite()).sum())} of them not finite"
-        )
+    known = ~rewards.view(-1, batch.group_size).isnan().any(1).repeat_interleave(batch.group_size)
+    advantages = torch.zeros_like(rewards)
+    if bool(known.any()):
+        scores = Scores(rewards=rewards[known], lengths=lengths[known], draws=draws[known], group_size=batch.group_size)
+        advantages[known] = _checked(advantage, advantage(scores), scores)
     first = trainer.global_rank * size
     own_advantages = advantages[first : first + size].float()
     batch.advantages = torch.where(batch.completion_mask, own_advantages[:, None], 0.0)
+
+
+def _checked(advantage: Advantage, advantages: Tensor, scores: Scores) -> Tensor:
+    if advantages.shape != scores.rewards.shape or not bool(advantages.isfinite().all()):
+        raise ValueError(
+            f"{type(advantage).__name__} returned {tuple(advantages.shape)} advantages for {len(scores.rewards)} "
+            f"completions, {int((~advantages.isfinite()).sum())} of them not finite"
+        )
+    return advantages

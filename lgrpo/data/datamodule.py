@@ -19,17 +19,22 @@ from torch import Tensor
 
 from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
+from lgrpo.data.collate import as_rewards
 from lgrpo.data.compare import set_advantages
-from lgrpo.data.evaluation import Evaluation
-from lgrpo.data.prompts import PromptSet, prompts_at
+from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator
+from lgrpo.data.late import LateGroups, completions_of, join_late
+from lgrpo.data.prompts import DifficultySampling, Prompts, PromptSet, load_prompts
 from lgrpo.data.recompute import recompute_logprobs
 from lgrpo.data.sampler import DynamicSampling, RolloutSampler
 from lgrpo.data.schedule import RolloutSchedule
+from lgrpo.data.scorer import Scorer
 from lgrpo.data.totals import fill_totals
+from lgrpo.data.validation import validate
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
 from lgrpo.hooks import Stage, call_rollout_end, call_stage, policy_owner
-from lgrpo.tasks import Task
-from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
+from lgrpo.rewards import Scoring
+from lgrpo.tasks import Split, Task
+from lgrpo.types import EvaluationBatch, RolloutBatch
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -47,11 +52,15 @@ class RolloutDataModule(L.LightningDataModule):
         behaviour_logprobs: Literal["engine", "policy"] = "engine",
         advantage: Advantage = GroupWhitened(),  # noqa: B008
         dynamic_sampling: DynamicSampling | None = None,
+        scoring: Scoring | None = Scoring(),  # noqa: B008
         evaluation: Evaluation = Evaluation(),  # noqa: B008
+        benchmarks: dict[str, Benchmark] | None = None,
         generate_ahead: bool = False,
         lead: NonNegativeInt = 0,
         max_lag: NonNegativeInt | None = None,
+        max_prompt_tokens: PositiveInt | None = None,
         overlong_prompts: Literal["error", "drop"] = "error",
+        difficulty: DifficultySampling | None = None,
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
@@ -68,12 +77,16 @@ class RolloutDataModule(L.LightningDataModule):
                 equals the behaviour policy: at v = 1, or for a whole cycle at once with ``generate_ahead``.
             advantage: From the rewards of whole groups to advantages.
             dynamic_sampling: Groups whose rewards are all equal are sampled again; by default they stay.
-            evaluation: How validation samples.
+            scoring: Workers and limits of rewards that are not known to be harmless; null: all rewards in this process.
+            evaluation: How the task's own validation set is sampled.
+            benchmarks: Other tasks to validate on, by name.
             generate_ahead: Sample all rollouts up to the next sync in one call. The samples are the same; an engine is
                 fuller, and sleeps once a cycle instead of once a rollout.
             lead: o, how many rollouts before it is trained on a rollout is sampled: the lag grows by that much.
             max_lag: A completion older than this many optimizer steps is never trained on; by default any is.
-            overlong_prompts: What becomes of a prompt that leaves no room for a completion.
+            max_prompt_tokens: Longest prompt; by default what the model's context leaves beside a completion.
+            overlong_prompts: What becomes of a longer one.
+            difficulty: Draw training prompts by their difficulty; by default all alike.
             shuffle: Draw the prompts of every pass in an order of its own.
             seed: Of prompts and completions; by default the one given to ``seed_everything``, or 0.
         """
@@ -100,14 +113,19 @@ class RolloutDataModule(L.LightningDataModule):
         self.behaviour_logprobs: Literal["engine", "policy"] = behaviour_logprobs
         self.advantage = copy.deepcopy(advantage)  # the default is one object for all
         self.dynamic_sampling = dynamic_sampling
+        self.scoring = scoring
         self.evaluation = evaluation
+        self.benchmarks = benchmarks or {}
+        if bad := [name for name in self.benchmarks if not name or "/" in name]:
+            raise ValueError(f"data.benchmarks has {bad}: a name is what its figures are logged under, without a slash")
         self.lead = int(lead)
         self.max_lag = max_lag
+        self.max_prompt_tokens = max_prompt_tokens
         self.overlong_prompts: Literal["error", "drop"] = overlong_prompts
+        self.difficulty = difficulty
         self.shuffle = shuffle
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        self.train_prompts: PromptSet | None = None
-        self.validation_prompts: PromptSet | None = None
+        self.train_prompts: Prompts | None = None
         self.schedule = RolloutSchedule(
             self.engine,
             lambda rollouts: self.sample(rollouts),  # as it will be once the prompts are there
@@ -116,7 +134,10 @@ class RolloutDataModule(L.LightningDataModule):
             lead=self.lead,
             generate_ahead=generate_ahead,
         )
+        self._scorers: dict[str, Scorer] = {}
         self._sampler: RolloutSampler | None = None
+        self._evaluators: list[Evaluator] = []
+        self._late = LateGroups()
         self._rollout: RolloutBatch | None = None
         self._pieces: list[RolloutBatch] = []
         self._handed_over: float | None = None
@@ -127,28 +148,21 @@ class RolloutDataModule(L.LightningDataModule):
         """Loads and checks the prompts the stage needs."""
         trainer, module = self._trainer, policy_owner(self._trainer)
         self.tokenizer = module.tokenizer
-        evaluated = self.evaluation.sampling or self.sampling
-        for sampling in (self.sampling, evaluated):
-            if sampling.max_tokens >= module.context_length:
-                raise ValueError(
-                    f"sampling.max_tokens is {sampling.max_tokens}, but prompt and completion together may have "
-                    f"{module.context_length} tokens in this model"
-                )
+        self._close_scorers()
+        self._scorers = {
+            name: Scorer(task.reward, self.scoring)
+            for name, task in {"": self.task, **{name: b.task for name, b in self.benchmarks.items()}}.items()
+        }
         if stage == "fit":
             self._check_sizes(trainer)
             self.schedule.reset(trainer)
-            self._rollout = None  # nothing of an earlier fit stays
-            self.train_prompts = PromptSet(
-                self.task,
-                "train",
-                self.tokenizer,
-                max_tokens=module.context_length - self.sampling.max_tokens,
-                overlong=self.overlong_prompts,
-                shuffle_seed=self.seed if self.shuffle else None,
-            )
+            self._rollout, self._late = None, LateGroups()  # nothing of an earlier fit stays
+            self.train_prompts = self._prompts(self.task, "train", self.sampling)
+            if self.dynamic_sampling is not None and self.train_prompts.is_streamed:
+                raise ValueError("data.dynamic_sampling draws prompts from anywhere: a streamed set cannot give them")
             self._sampler = RolloutSampler(
                 self.train_prompts,
-                self.task.reward,
+                self._scorers[""],
                 self.engine,
                 self.tokenizer,
                 num_prompts=self.num_prompts,
@@ -160,30 +174,42 @@ class RolloutDataModule(L.LightningDataModule):
                 world_size=trainer.world_size,
                 on_stage=self._on_stage,
             )
-        self.validation_prompts = PromptSet(
-            self.task,
-            "validation",
-            self.tokenizer,
-            max_tokens=module.context_length - evaluated.max_tokens,
-            overlong=self.overlong_prompts,
-        )
-        for prompts in (self.train_prompts, self.validation_prompts):
-            if prompts is not None and prompts.num_dropped:
-                rank_zero_info(f"{prompts.num_dropped} overlong prompts dropped, {len(prompts)} kept.")
+        wanted: dict[str, tuple[Task, Evaluation]] = {"": (self.task, self.evaluation)}
+        wanted |= {name: (benchmark.task, benchmark) for name, benchmark in self.benchmarks.items()}
+        self._evaluators = [
+            self._evaluator(name, task, settings)
+            for name, (task, settings) in wanted.items()
+            if len(task.rows("validation"))
+        ]
+        if not self._evaluators and (stage != "fit" or trainer.limit_val_batches):
+            raise ValueError(
+                "there is nothing to validate on: the task has no validation set, and data.benchmarks names no other "
+                "task. Give one, or set trainer.limit_val_batches to 0"
+            )
+
+    def teardown(self, stage: str) -> None:
+        self._close_scorers()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._close_scorers()  # else their threads would keep the process until the last score is there
 
     def train_dataloader(self) -> RolloutBuffer:
         return RolloutBuffer(self)
 
     def val_dataloader(self) -> EvaluationBuffer:
-        return EvaluationBuffer(self._evaluate)
+        return EvaluationBuffer(self._evaluate, len(self._evaluators))
 
     def test_dataloader(self) -> EvaluationBuffer:
-        return EvaluationBuffer(self._evaluate)
+        return EvaluationBuffer(self._evaluate, len(self._evaluators))
 
     def state_dict(self) -> dict[str, Any]:
         """On every rank the rollout at hand and those in the queue; the engine's weights: what the next step needs."""
         self.schedule.wait()  # else weights might be spent on a rollout that is in neither
-        own = {"rollout": self._rollout and self._rollout.state_dict(), "schedule": self.schedule.state_dict()}
+        own = {
+            "rollout": self._rollout and self._rollout.state_dict(),
+            "late": [group.state_dict() for group in self._late.waiting],
+            "schedule": self.schedule.state_dict(),
+        }
         world_size = self._trainer.world_size
         ranks: list[Any] = [own] * world_size
         if world_size > 1:
@@ -203,13 +229,13 @@ class RolloutDataModule(L.LightningDataModule):
             )
         own = state["ranks"][trainer.global_rank]
         self.schedule.load_state_dict(own["schedule"])
+        late = LateGroups(waiting=[RolloutBatch.from_state_dict(group) for group in own["late"]])
         if own["rollout"] is not None:
-            self._hold(RolloutBatch.from_state_dict(own["rollout"]))
+            self._hold(RolloutBatch.from_state_dict(own["rollout"]), late)
         for batch in [*self.schedule.ready(), *([self._rollout] if self._rollout else [])]:
-            if (
-                batch.group_size != self.group_size
-                or len(batch) * trainer.world_size != self.num_prompts * self.group_size
-            ):
+            size, whole = len(batch) * trainer.world_size, self.num_prompts * self.group_size
+            grown = batch is self._rollout and size > whole  # late groups joined it
+            if batch.group_size != self.group_size or (size != whole and not grown):
                 raise ValueError(
                     f"the checkpoint holds rollouts of {len(batch) * trainer.world_size // batch.group_size} prompts × "
                     f"{batch.group_size} completions, this run has data.num_prompts {self.num_prompts} and "
@@ -230,7 +256,7 @@ class RolloutDataModule(L.LightningDataModule):
     def micro_batches(self, rollout: int) -> list[RolloutBatch]:
         """The micro-batches of rollout k. When it is not the one at hand it is taken from the queue, hooks included."""
         if self._rollout is None or self._rollout.rollout != rollout:
-            self._hold(self._prepare(rollout))  # last: a half-made rollout must never reach a checkpoint
+            self._hold(*self._prepare(rollout))  # last: a half-made rollout must never reach a checkpoint
             call_stage(self._trainer, "update")
             self.schedule.handed_over(self._trainer, rollout)
         return self._pieces
@@ -241,11 +267,20 @@ class RolloutDataModule(L.LightningDataModule):
             raise RuntimeError("the prompts are not loaded yet: setup('fit') comes first")
         return self._sampler(rollouts)
 
-    def _prepare(self, rollout: int) -> RolloutBatch:
-        """Rollout k as it will be trained on: sampled, masked, its denominators known."""
+    def _prepare(self, rollout: int) -> tuple[RolloutBatch, LateGroups]:
+        """Rollout k as it will be trained on: sampled, masked, its denominators known; and the groups still waiting."""
         trainer, start = self._trainer, time.perf_counter()
         batch, sync_seconds = self.schedule.get(trainer, rollout)
+        oldest = 0 if self.max_lag is None else trainer.global_step + self.reuse - 1 - self.max_lag
+        batch, late = join_late(self._late, batch, self._ask_again, oldest, trainer)
+        if late.in_play and self.behaviour_logprobs == "policy":
+            raise ValueError(
+                "a reward answered 'not yet', and data.behaviour_logprobs is 'policy': when a late group trains the "
+                "policy has moved on. Use 'engine'"
+            )
         self._refuse_old(batch)
+        if self.scoring is not None and self.scoring.mask_failures:
+            batch.loss_mask &= ~batch.failed[:, None]
         set_advantages(batch, self.advantage, self.seed, trainer)
         call_rollout_end(trainer, batch)
         now = time.perf_counter()
@@ -259,7 +294,14 @@ class RolloutDataModule(L.LightningDataModule):
         fill_totals(batch, trainer)
         if self.behaviour_logprobs == "policy":
             recompute_logprobs(batch, self.schedule.ready(), trainer)
-        return batch
+        return batch, late
+
+    def _ask_again(self, group: RolloutBatch) -> Tensor:
+        """The scores of a group that waits, as far as they are there by now."""
+        assert self.train_prompts is not None
+        prompt = self.train_prompts.at(int(group.positions[0]))
+        completions = completions_of(group, self.tokenizer, self.sampling)
+        return as_rewards(self._scorers[""].submit(prompt, completions).result())
 
     def _refuse_old(self, batch: RolloutBatch) -> None:
         """Takes completions out of the loss that would be older than ``max_lag`` at the rollout's last pass."""
@@ -269,33 +311,52 @@ class RolloutDataModule(L.LightningDataModule):
         too_old = lag > self.max_lag
         batch.loss_mask &= ~too_old[:, None]
 
-    def _hold(self, batch: RolloutBatch) -> None:
-        self._rollout = batch
+    def _hold(self, batch: RolloutBatch, late: LateGroups) -> None:
+        self._rollout, self._late = batch, late
         self._pieces = batch.split(self._trainer.accumulate_grad_batches)
 
     # Validation
 
-    def _evaluate(self) -> EvaluationBatch:
-        """Samples of this rank's problems from the current policy, and from a reference not yet measured."""
-        trainer, module = self._trainer, policy_owner(self._trainer)
+    def _evaluate(self, index: int) -> EvaluationBatch:
+        """Samples of this rank's problems of one task."""
         self.schedule.wait()  # the engine is about to hold other weights
-        call_stage(trainer, "validate")
-        correct = self._correct(module.policy_weights())
-        reference = self._correct(module.reference_weights()) if module.wants_reference_score else None
+        batch = validate(self._evaluators[index], self.engine, self.tokenizer, self._trainer)
         self.engine.rest()
-        return EvaluationBatch(correct=correct, reference_correct=reference)
+        return batch
 
-    def _correct(self, weights: PolicyWeights) -> Tensor:
-        trainer, settings, prompts = self._trainer, self.evaluation, self.validation_prompts
-        assert prompts is not None
-        problems = prompts_at(prompts, settings.share(len(prompts), trainer.global_rank, trainer.world_size))
-        with self.engine.holding(weights, trainer.global_step):
-            groups = self.engine.generate(
-                problems, settings.num_samples, settings.sampling or self.sampling, settings.seed, self.tokenizer
-            )
-        return settings.correct(groups, problems, self.task)
+    def _evaluator(self, name: str, task: Task, settings: Evaluation) -> Evaluator:
+        sampling = settings.sampling or self.sampling
+        prompts = self._prompts(task, "validation", sampling)
+        assert isinstance(prompts, PromptSet)
+        return Evaluator(name, task, settings, prompts, self._scorers[name], sampling)
 
     # The rest
+
+    def _prompts(self, task: Task, split: Split, sampling: Sampling) -> Prompts:
+        context = policy_owner(self._trainer).context_length
+        if sampling.max_tokens >= context:
+            raise ValueError(
+                f"sampling.max_tokens is {sampling.max_tokens}, but prompt and completion together may have "
+                f"{context} tokens in this model"
+            )
+        training = split == "train"
+        prompts = load_prompts(
+            task,
+            split,
+            self.tokenizer,
+            max_tokens=min(context - sampling.max_tokens, self.max_prompt_tokens or context),
+            overlong=self.overlong_prompts,
+            shuffle_seed=self.seed if training and self.shuffle else None,
+            difficulty=self.difficulty if training else None,
+        )
+        if prompts.num_dropped and not prompts.is_streamed:
+            rank_zero_info(f"{prompts.num_dropped} overlong prompts dropped, {len(prompts)} kept.")
+        return prompts
+
+    def _close_scorers(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
+        self._scorers = {}
 
     @property
     def _trainer(self) -> L.Trainer:

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.data.collate import collate_rollout
-from lgrpo.data.evaluation import pair_up
-from lgrpo.data.prompts import PromptSet, prompts_at
+from lgrpo.data.collate import as_rewards, collate_rollout, pair_up
+from lgrpo.data.prompts import Prompts, prompts_at
+from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.functional import has_reward_variance
-from lgrpo.rewards import BatchReward, checked_rewards
+from lgrpo.rewards import Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
 
 _ANOTHER_ROUND = 2**40 + 15  # odd, so that without shuffling it leads to another row
@@ -42,14 +40,16 @@ class DynamicSampling:
 
 @dataclass(slots=True)
 class Group:
-    """A prompt, its completions and their rewards."""
+    """A prompt, its completions and their scores."""
 
     prompt: Prompt
     completions: list[Completion]
-    rewards: Tensor
+    scores: list[Score]
 
     def varies(self, tolerance: float) -> bool:
-        return bool(has_reward_variance(self.rewards, len(self.rewards), tolerance)[0])
+        """Whether its rewards differ, or may do so once they are all there."""
+        rewards = as_rewards(self.scores)
+        return bool(rewards.isnan().any()) or bool(has_reward_variance(rewards, len(rewards), tolerance)[0])
 
 
 class RolloutSampler:
@@ -57,8 +57,8 @@ class RolloutSampler:
 
     def __init__(
         self,
-        prompts: PromptSet,
-        reward: BatchReward,
+        prompts: Prompts,
+        scorer: Scorer,
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -72,7 +72,7 @@ class RolloutSampler:
         on_stage: Callable[[Literal["generate", "score"]], None],
     ) -> None:
         self.prompts = prompts
-        self.reward = reward
+        self.scorer = scorer
         self.engine = engine
         self.tokenizer = tokenizer
         self.num_prompts = num_prompts
@@ -96,7 +96,7 @@ class RolloutSampler:
                 self._collate(rollout, groups[j * self.share : (j + 1) * self.share])
                 for j, rollout in enumerate(rollouts)
             ]
-        figures = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self.reward.report()
+        figures = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self.scorer.reward.report()
         for j, batch in enumerate(batches):
             batch.metrics = {name: value / len(batches) for name, value in figures.items()}
             if self.dynamic is not None:
@@ -107,11 +107,13 @@ class RolloutSampler:
     def _groups(self, positions: Sequence[int]) -> list[Group]:
         prompts = prompts_at(self.prompts, positions)
         with self._stage("generate"):
-            answers = self.engine.generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer)
+            following = self.scorer.follow(prompts)
+            answers = self.engine.generate(
+                prompts, self.group_size, self.sampling, self.seed, self.tokenizer, following
+            )
         with self._stage("score"):
-            rewards = torch.tensor(checked_rewards(self.reward, *pair_up(prompts, answers)))
-        rows = rewards.view(-1, self.group_size)
-        return [Group(*group) for group in zip(prompts, answers, rows, strict=True)]
+            scores = following.result()
+        return [Group(*group) for group in zip(prompts, answers, scores, strict=True)]
 
     def _replace_dull(self, groups: list[Group], positions: Sequence[int]) -> list[int]:
         """Puts others in the place of groups that do not vary. How often each place was sampled again."""
@@ -133,7 +135,7 @@ class RolloutSampler:
         return collate_rollout(
             prompts,
             completions,
-            torch.cat([group.rewards for group in groups]),
+            [score for group in groups for score in group.scores],
             group_size=self.group_size,
             pad_token_id=self.tokenizer.pad_token_id,
             temperature=self.sampling.temperature,

@@ -11,16 +11,17 @@ from lgrpo.types import RolloutBatch, StepTotals
 
 def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
     """Sets ``totals`` and completes ``metrics``, all of them in one collective. The masks must be final."""
-    varied = has_reward_variance(batch.rewards, batch.group_size)
+    known = batch.is_known
+    sampled, rewards = batch.completion_mask[known], batch.rewards[known].double()
     local = {
-        "all_tokens": batch.completion_mask.sum(),
+        "all_tokens": sampled.sum(),
         "live_tokens": batch.loss_mask.sum(),
-        "all_sequences": batch.completion_mask.any(1).sum(),
+        "all_sequences": sampled.any(1).sum(),
         "live_sequences": batch.loss_mask.any(1).sum(),
-        "reward": batch.rewards.sum(),
-        "reward_squared": batch.rewards.double().square().sum(),
-        "zero_variance": (~varied).sum(),
-        "truncated": batch.truncated.sum(),
+        "reward": rewards.sum(),
+        "reward_squared": rewards.square().sum(),
+        "zero_variance": (~has_reward_variance(batch.rewards[known], batch.group_size)).sum(),
+        "truncated": batch.truncated[known].sum(),
         "ranks": torch.tensor(1),
         **{name: torch.tensor(value) for name, value in batch.metrics.items()},
     }
@@ -29,7 +30,7 @@ def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
     assert isinstance(summed, torch.Tensor)
     total = dict(zip(local, summed.tolist(), strict=True))
     batch.totals = StepTotals(**{name: total[name] for name in StepTotals.__slots__})
-    count = total["all_sequences"]
+    count = max(total["all_sequences"], 1)  # none, where every score is late
     mean = total["reward"] / count
     batch.metrics = {
         "rollout/reward": mean,

@@ -1,6 +1,6 @@
 """Where completions come from."""
 
-from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, RolloutEngine, Sampling
+from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling, text_before_stop
 from lgrpo.engines.ledger import SyncRecord, WeightSyncError
 from lgrpo.engines.transformers import TransformersEngine
 from lgrpo.engines.vllm import VLLMEngine
@@ -10,6 +10,7 @@ __all__ = [
     "BORROWED",
     "EngineError",
     "NoWeightsError",
+    "OnGroup",
     "RolloutEngine",
     "Sampling",
     "SyncRecord",
@@ -17,4 +18,5 @@ __all__ = [
     "VLLMEngine",
     "VLLMServerEngine",
     "WeightSyncError",
+    "text_before_stop",
 ]

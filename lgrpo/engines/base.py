@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.ledger import Sent, SyncRecord
 from lgrpo.types import Completion, PolicyWeights, Prompt
+
+OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
+"""Told of a prompt, by its place among those that were asked for, and of all its completions."""
 
 BORROWED = -1
 """Version of weights an engine holds for the time being only."""
@@ -195,8 +198,13 @@ class RolloutEngine(ABC):
         sampling: Sampling,
         seed: int,
         tokenizer: PreTrainedTokenizerBase,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """``num_samples`` completions of each prompt, in the order of the prompts."""
+        """``num_samples`` completions of each prompt, in the order of the prompts.
+
+        ``on_group`` is told of each prompt's completions as soon as all of them are there, so that they can be scored
+        while others are still being sampled; once for each prompt, from any thread, in any order.
+        """
 
     @abstractmethod
     def close(self) -> None:

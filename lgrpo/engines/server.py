@@ -36,10 +36,11 @@ class VLLMServer:
         arguments = {"model": folder, "host": "127.0.0.1", "port": port, **flags}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for name, value in arguments.items():
-            if value is True:
-                command.append(f"--{name.replace('_', '-')}")
-            elif value is not None and value is not False:
-                command += [f"--{name.replace('_', '-')}", str(value)]
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                command.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                command += [f"--{flag}", str(value)]
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,

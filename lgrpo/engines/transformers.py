@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Literal, final
 
 import torch
@@ -15,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lgrpo.engines.base import NoWeightsError, RolloutEngine, Sampling, eos_ids, text_before_stop
+from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, eos_ids, text_before_stop
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.functional import stream_uniform, tensor_checksum
 from lgrpo.types import Completion, PolicyWeights, Prompt
@@ -85,16 +86,18 @@ class TransformersEngine(RolloutEngine):
         sampling: Sampling,
         seed: int,
         tokenizer: PreTrainedTokenizerBase,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         step, version = self.holds()
-        model = self._held()
-        completions: list[list[Completion]] = []
+        groups: dict[int, list[Completion]] = {}
         at_a_time = max(1, self.max_sequences // num_samples)
         for start in range(0, len(prompts), at_a_time):
             chunk = prompts[start : start + at_a_time]
-            flat = _decode(model, chunk, num_samples, sampling, seed, tokenizer, step, version)
-            completions += [flat[i : i + num_samples] for i in range(0, len(flat), num_samples)]
-        return completions
+            for place, rows in _decode(self._held(), chunk, num_samples, sampling, seed, tokenizer):
+                groups[start + place] = [row.completion(tokenizer, sampling, step, version) for row in rows]
+                if on_group is not None:
+                    on_group(start + place, groups[start + place])
+        return [groups[place] for place in range(len(prompts))]
 
     def close(self) -> None:
         self.forget()
@@ -111,6 +114,17 @@ class _Row:
         self.logprobs: list[float] = []
         self.finish_reason: Literal["stop", "length"] | None = None
 
+    def completion(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, step: int, version: int) -> Completion:
+        text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            text=text_before_stop(text, sampling.stop or []),
+            finish_reason=self.finish_reason or "length",
+            behaviour_step=step,
+            version=version,
+        )
+
 
 def _decode(
     model: PreTrainedModel,
@@ -119,10 +133,8 @@ def _decode(
     sampling: Sampling,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
-    step: int,
-    version: int,
-) -> list[Completion]:
-    """Completions of all prompts, siblings side by side. Prompts are run once and shared by their siblings."""
+) -> Iterator[tuple[int, list[_Row]]]:
+    """The place of each prompt and its rows, as soon as the last of these ends. Siblings share their prompt's run."""
     device, stop, eos = model.device, sampling.stop or [], eos_ids(model.config, tokenizer)
     longest = max(len(p.token_ids) for p in prompts)
     tokens = torch.full((len(prompts), longest), tokenizer.pad_token_id, dtype=torch.int64)
@@ -146,6 +158,7 @@ def _decode(
     mask = mask.repeat_interleave(num_samples, 0)
     lengths = mask.sum(1)
     rows = [_Row() for _ in range(len(prompts) * num_samples)]
+    unfinished = [num_samples] * len(prompts)
     alive = torch.arange(len(rows), device=device)
     prompt_positions = torch.tensor([p.position for p in prompts], device=device).repeat_interleave(num_samples)
     siblings = torch.arange(num_samples, device=device).repeat(len(prompts))
@@ -153,7 +166,11 @@ def _decode(
     for t in range(sampling.max_tokens):
         uniform = stream_uniform(seed, prompt_positions[alive], siblings[alive], t)
         drawn, logprobs = draw(logits.float(), sampling, uniform)
-        going_on = _record(rows, alive, drawn, logprobs, t, sampling, stop, tokenizer, eos)
+        going_on, ended = _record(rows, alive, drawn, logprobs, t, sampling, stop, tokenizer, eos)
+        for place, count in Counter(row // num_samples for row in ended).items():
+            unfinished[place] -= count
+            if unfinished[place] == 0:
+                yield place, rows[place * num_samples : (place + 1) * num_samples]
         if not going_on:
             break
         if len(going_on) <= len(alive) // 2:  # decode only what is still alive
@@ -168,19 +185,6 @@ def _decode(
             position_ids=lengths[:, None] + t,
             past_key_values=cache,
         ).logits[:, -1]
-
-    texts = tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
-    return [
-        Completion(
-            token_ids=row.token_ids,
-            logprobs=row.logprobs,
-            text=text_before_stop(text, stop),
-            finish_reason=row.finish_reason or "length",
-            behaviour_step=step,
-            version=version,
-        )
-        for row, text in zip(rows, texts, strict=True)
-    ]
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,9 +217,9 @@ def _record(
     stop: list[str],
     tokenizer: PreTrainedTokenizerBase,
     eos: set[int],
-) -> list[int]:
-    """Writes one token to each unfinished row; returns the places in ``alive`` of the rows that go on."""
-    going_on = []
+) -> tuple[list[int], list[int]]:
+    """Writes one token to each unfinished row; the places in ``alive`` of the rows that go on, the rows that end."""
+    going_on, ended = [], []
     tail = 4 * max((len(s) for s in stop), default=0) + 4  # a character is at most four byte-level tokens
     for place, (row_index, token, logprob) in enumerate(
         zip(alive.tolist(), drawn.tolist(), logprobs.tolist(), strict=True)
@@ -229,6 +233,8 @@ def _record(
             row.finish_reason = "stop"
         elif t + 1 == sampling.max_tokens:
             row.finish_reason = "length"
-        else:
+        if row.finish_reason is None:
             going_on.append(place)
-    return going_on
+        else:
+            ended.append(row_index)
+    return going_on, ended

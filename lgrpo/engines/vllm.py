@@ -9,7 +9,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.engines.base import EngineError, NoWeightsError, RolloutEngine, Sampling, completion_from, eos_ids
+from lgrpo.engines.base import EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling, completion_from, eos_ids
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.vllm_weights import Layout, checksums, engine_layout, read_parts
 from lgrpo.functional import stream_seed
 from lgrpo.types import Completion, PolicyWeights, Prompt
+
+WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
+"""On a CPU: where vLLM reads a prompt in pieces it turns a seeded request's generator back, which CPUs' cannot do."""
 
 
 @final
@@ -123,6 +126,7 @@ class VLLMEngine(RolloutEngine):
         sampling: Sampling,
         seed: int,
         tokenizer: PreTrainedTokenizerBase,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         step, version = self.holds()
         check_lengths(prompts, sampling, self._llm.llm_engine.model_config.max_model_len)
@@ -146,9 +150,10 @@ class VLLMEngine(RolloutEngine):
             )
             for p in prompts
         ]
-        outputs = self._run(requests, parameters)
-        return [
-            [
+        groups: dict[int, list[Completion]] = {}
+
+        def keep(place: int, output: Any) -> None:
+            groups[place] = [
                 completion_from(
                     list(answer.token_ids),
                     [entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)],
@@ -160,8 +165,11 @@ class VLLMEngine(RolloutEngine):
                 )
                 for answer in output.outputs
             ]
-            for output in outputs
-        ]
+            if on_group is not None:
+                on_group(place, groups[place])
+
+        self._run(requests, parameters, keep)
+        return [groups[place] for place in range(len(prompts))]
 
     def rest(self) -> None:
         """Sleeps: with its weights in host memory, or without them where they will not be sampled from again."""
@@ -206,7 +214,10 @@ class VLLMEngine(RolloutEngine):
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": self._sleeps and not self._on_cpu,
             "disable_log_stats": True,
-        } | self.options
+        }
+        if self._on_cpu and self._is_seeded:
+            arguments |= WHOLE_PROMPTS
+        arguments |= self.options
         initialised = torch.distributed.is_initialized()
         with tempfile.TemporaryDirectory() as folder, isolated():
             config.save_pretrained(folder)
@@ -228,25 +239,28 @@ class VLLMEngine(RolloutEngine):
                 self._llm.wake_up(tags=tired)
             self._asleep -= set(tired)
 
-    def _run(self, requests: list[dict[str, Any]], parameters: list[Any]) -> list[Any]:
+    def _run(self, requests: list[dict[str, Any]], parameters: list[Any], keep: Callable[[int, Any], None]) -> None:
         """Steps vLLM until all requests are answered, with a deadline. After an error none of them is left inside."""
-        engine, finished = self._llm.llm_engine, []
+        engine, finished = self._llm.llm_engine, 0
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
         deadline = time.monotonic() + self.timeout
         with isolated(), stance:
             try:
-                self._llm.enqueue(requests, parameters, use_tqdm=False)
+                names = self._llm.enqueue(requests, parameters, use_tqdm=False)
+                places = {name.split("-")[0]: place for place, name in enumerate(names)}  # behind it, a random part
                 while engine.has_unfinished_requests():
                     if time.monotonic() > deadline:
                         left, total = engine.get_num_unfinished_requests(), sum(p.n for p in parameters)
                         raise EngineError(f"vLLM had {left} of {total} completions unfinished after {self.timeout:g} s")
-                    finished += [output for output in engine.step() if output.finished]
+                    for output in engine.step():
+                        if output.finished:
+                            keep(places[output.request_id.split("-")[0]], output)
+                            finished += 1
             except BaseException:  # what is left inside would make the next generation wait for ever
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)
                 raise
-        if len(finished) != len(requests):
-            raise EngineError(f"vLLM answered {len(finished)} of {len(requests)} prompts")
-        return sorted(finished, key=lambda output: int(output.request_id))
+        if finished != len(requests):
+            raise EngineError(f"vLLM answered {finished} of {len(requests)} prompts")
 
 
 def import_vllm() -> Any:

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lgrpo.engines.base import EngineError, NoWeightsError, RolloutEngine, Sampling, completion_from, eos_ids
+from lgrpo.engines.base import EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling, completion_from, eos_ids
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.server import VLLMServer
-from lgrpo.engines.vllm import check_lengths, import_vllm
+from lgrpo.engines.vllm import WHOLE_PROMPTS, check_lengths, import_vllm
 from lgrpo.engines.vllm_transfer import TRANSFERS, FileTransfer
 from lgrpo.engines.vllm_weights import Layout, engine_layout
 from lgrpo.functional import stream_seed
@@ -172,6 +172,7 @@ class VLLMServerEngine(RolloutEngine):
         sampling: Sampling,
         seed: int,
         tokenizer: PreTrainedTokenizerBase,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         step, version = self.holds()
         check_lengths(prompts, sampling, self._longest)
@@ -181,15 +182,18 @@ class VLLMServerEngine(RolloutEngine):
         busy = [0] * len(self.servers)
         turn = threading.Lock()
 
-        def answer(prompt: Prompt) -> list[Completion]:
+        def answer(place: int, prompt: Prompt) -> list[Completion]:
             with turn:  # the server with the fewest prompts in flight
                 least = busy.index(min(busy))
                 busy[least] += 1
             try:
-                return ask(prompt, self.servers[least])
+                group = ask(prompt, self.servers[least])
             finally:
                 with turn:
                     busy[least] -= 1
+            if on_group is not None:
+                on_group(place, group)
+            return group
 
         def ask(prompt: Prompt, server: VLLMServer) -> list[Completion]:
             body = {
@@ -226,7 +230,7 @@ class VLLMServerEngine(RolloutEngine):
         workers = min(len(prompts), self.requests_at_a_time * len(self.servers))
         with ThreadPoolExecutor(workers, thread_name_prefix="vllm-request") as pool:
             try:
-                groups = list(pool.map(answer, prompts))
+                groups = list(pool.map(answer, range(len(prompts)), prompts))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -298,6 +302,7 @@ class VLLMServerEngine(RolloutEngine):
                 "worker_extension_cls": "lgrpo.engines.vllm_weights.WeightReport",
                 "middleware": "lgrpo.engines.server.RequireKey",
             }
+            | (WHOLE_PROMPTS if on_cpu and self._is_seeded else {})
             | transfer.flags
             | self.options
         )

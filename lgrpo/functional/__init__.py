@@ -14,7 +14,7 @@ from lgrpo.functional.aggregation import constant_sum, sequence_mean, token_mean
 from lgrpo.functional.checksum import combined_checksum, tensor_checksum
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
-from lgrpo.functional.pass_at_k import pass_at_k
+from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
     LARGEST_LOG,
@@ -53,12 +53,14 @@ __all__ = [
     "leave_one_out_mean",
     "log_mean_exp",
     "log_ratio",
+    "majority_at_k",
     "one_side",
     "outside_band",
     "pass_at_k",
     "ring",
     "sequence_log_ratio",
     "sequence_mean",
+    "standard_error",
     "stream_seed",
     "stream_uniform",
     "tensor_checksum",

@@ -1,4 +1,4 @@
-"""The chance that one of k samples is right."""
+"""What several samples of a problem are worth together."""
 
 from __future__ import annotations
 
@@ -18,3 +18,37 @@ def pass_at_k(num_samples: Tensor, num_correct: Tensor, k: int) -> Tensor:
     terms = torch.arange(k, dtype=torch.float64, device=n.device)
     factors = ((n - c)[:, None] - terms).clamp(min=0) / (n[:, None] - terms)
     return (1 - factors.prod(1)).float()
+
+
+def majority_at_k(answers: Tensor, correct: Tensor, k: int) -> Tensor:
+    """How often the commonest of k answers is right, per problem, over as many blocks of k samples as there are.
+
+    ``answers`` [problems, samples] numbers the different answers to a problem from 0; -1 has no vote. Of equally common
+    ones the lowest number wins.
+
+    >>> answers = torch.tensor([[0, 1, 1, 2], [0, 1, -1, -1], [-1, -1, -1, -1]])
+    >>> correct = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
+    >>> majority_at_k(answers, correct, k=4)
+    tensor([1., 0., 0.])
+    """
+    if not 1 <= k <= answers.shape[1]:
+        raise ValueError(f"maj@{k} needs at least {k} samples of every problem, and k of 1 or more")
+    num_blocks = answers.shape[1] // k
+    shape = (len(answers), num_blocks, k)
+    answers, correct = answers[:, : num_blocks * k].reshape(shape), correct[:, : num_blocks * k].reshape(shape)
+    numbers = torch.arange(int(answers.max().clamp(min=0)) + 1, device=answers.device)
+    winner = (answers[..., None] == numbers).sum(2).argmax(-1, keepdim=True)  # the first of the largest
+    first = (answers == winner).int().argmax(-1, keepdim=True)
+    right = correct.gather(-1, first).squeeze(-1) & (answers >= 0).any(-1)
+    return right.float().mean(1)
+
+
+def standard_error(values: Tensor) -> Tensor:
+    """Of the mean of independent values; 0 where there is but one.
+
+    >>> standard_error(torch.tensor([0.0, 1.0, 1.0, 0.0]))
+    tensor(0.2887)
+    """
+    if len(values) < 2:
+        return torch.zeros((), device=values.device)
+    return values.std() / len(values) ** 0.5

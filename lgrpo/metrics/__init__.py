@@ -1,7 +1,7 @@
 """torchmetrics over ``functional``: correct over micro-batches and over ranks."""
 
-from lgrpo.metrics.amplification import Amplification
+from lgrpo.metrics.amplification import Amplification, Amplifications
 from lgrpo.metrics.pass_at_k import PassAtK
 from lgrpo.metrics.step import StepMetrics
 
-__all__ = ["Amplification", "PassAtK", "StepMetrics"]
+__all__ = ["Amplification", "Amplifications", "PassAtK", "StepMetrics"]

@@ -36,23 +36,22 @@ class Amplification(nn.Module):
         known = copied and self._policy_score is not None and self._policy_score[0] == step
         self._reference_score = self._policy_score[1] if known and self._policy_score else None
 
-    def update(self, correct: Tensor, reference_correct: Tensor | None = None) -> None:
-        """Adds problems: which samples were right, [problems, samples] bool."""
-        self.policy.update(correct)
+    def update(self, correct: Tensor, answers: Tensor | None = None, reference_correct: Tensor | None = None) -> None:
+        """Adds problems: which samples were right, and which of them end in the same answer, [problems, samples]."""
+        self.policy.update(correct, answers)
         if reference_correct is not None:
             self.reference.update(reference_correct)
 
     def compute(self, step: int) -> dict[str, float]:
-        """pass@k for each k, and pass@1_over_reference where the reference is known; then it starts anew."""
-        scores = {k: float(value) for k, value in self.policy.compute().items()}
-        self._policy_score = (step, scores[1])
+        """pass@k and maj@k, and pass@1_over_reference where the reference is known; then it starts anew."""
+        figures = {name: float(value) for name, value in self.policy.compute().items()}
+        self._policy_score = (step, figures["pass@1"])
         if self.reference.update_called:
-            self._reference_score = float(self.reference.compute()[1])
+            self._reference_score = float(self.reference.compute()["pass@1"])
         self.policy.reset()
         self.reference.reset()
-        figures = {f"pass@{k}": score for k, score in scores.items()}
         if self._reference_score is not None:
-            figures["pass@1_over_reference"] = scores[1] - self._reference_score
+            figures["pass@1_over_reference"] = figures["pass@1"] - self._reference_score
         return figures
 
     def scores(self) -> dict[str, Any]:
@@ -63,3 +62,40 @@ class Amplification(nn.Module):
         policy = scores["policy"]
         self._policy_score = None if policy is None else (policy[0], policy[1])
         self._reference_score = scores["reference"]
+
+
+class Amplifications(nn.Module):
+    """One ``Amplification`` for each task a run is validated on, by the task's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_name: dict[str, Amplification] = {}
+
+    def __getitem__(self, name: str) -> Amplification:
+        return self._by_name.setdefault(name, Amplification())
+
+    def forget(self) -> None:
+        """No score is known."""
+        self._by_name.clear()
+
+    def reference_moved(self, step: int, copied: bool) -> None:
+        """The reference was refreshed at a step: a copy of the policy, or a mixture."""
+        for amplification in self._by_name.values():
+            amplification.reference_moved(step, copied)
+
+    def compute(self, step: int) -> dict[str, float]:
+        """The figures of every task that was updated: ``pass@1`` of the nameless one, ``NAME/pass@1`` of the others."""
+        return {
+            f"{name}/{figure}" if name else figure: value
+            for name, amplification in self._by_name.items()
+            if amplification.policy.update_called
+            for figure, value in amplification.compute(step).items()
+        }
+
+    def scores(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {name: amplification.scores() for name, amplification in self._by_name.items()}
+
+    def load_scores(self, scores: dict[str, Any]) -> None:
+        for name, own in scores.items():
+            self[name].load_scores(own)

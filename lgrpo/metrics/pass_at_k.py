@@ -1,4 +1,4 @@
-"""pass@k over a set of problems."""
+"""pass@k and maj@k over a set of problems."""
 
 from __future__ import annotations
 
@@ -7,36 +7,47 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from lgrpo.functional import pass_at_k
+from lgrpo.functional import majority_at_k, pass_at_k, standard_error
 
 
 class PassAtK(Metric):
-    """pass@1, pass@2, pass@4 … up to the number of samples drawn, each the mean over problems.
+    """pass@1, pass@2, pass@4 … up to the number of samples drawn, each the mean over problems; maj@k from 4 on.
 
     >>> metric = PassAtK()
     >>> metric.update(torch.tensor([[True, False], [False, False]]))
     >>> metric.compute()
-    {1: tensor(0.2500), 2: tensor(0.5000)}
+    {'pass@1': tensor(0.2500), 'pass@1_stderr': tensor(0.2500), 'pass@2': tensor(0.5000)}
     """
 
     full_state_update = False
     higher_is_better = True
 
-    num_samples: list[Tensor]
-    num_correct: list[Tensor]
+    correct: list[Tensor]
+    answers: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("num_samples", default=[], dist_reduce_fx="cat")
-        self.add_state("num_correct", default=[], dist_reduce_fx="cat")
+        self.add_state("correct", default=[], dist_reduce_fx="cat")
+        self.add_state("answers", default=[], dist_reduce_fx="cat")
 
-    def update(self, correct: Tensor) -> None:
-        """Adds problems: ``correct`` is [problems, samples] bool."""
-        self.num_samples.append(torch.full((len(correct),), correct.shape[1], device=correct.device))
-        self.num_correct.append(correct.sum(1))
+    def update(self, correct: Tensor, answers: Tensor | None = None) -> None:
+        """Adds problems, [problems, samples]: which samples are right, and the number of each answer, -1 for none."""
+        self.correct.append(correct)
+        self.answers.append(torch.full(correct.shape, -1, device=correct.device) if answers is None else answers)
 
-    def compute(self) -> dict[int, Tensor]:
-        samples, correct = dim_zero_cat(self.num_samples), dim_zero_cat(self.num_correct)
-        most = int(samples.min())
-        ks = sorted({2**j for j in range(most.bit_length()) if 2**j <= most} | {most})
-        return {k: pass_at_k(samples, correct, k).mean() for k in ks}
+    def compute(self) -> dict[str, Tensor]:
+        correct, answers = dim_zero_cat(self.correct), dim_zero_cat(self.answers)
+        num_samples = correct.shape[1]
+        counts = torch.full((len(correct),), num_samples, device=correct.device), correct.sum(1)
+        ks = sorted({2**j for j in range(num_samples.bit_length()) if 2**j <= num_samples} | {num_samples})
+        figures = {f"pass@{k}": pass_at_k(*counts, k).mean() for k in ks}
+        figures["pass@1_stderr"] = standard_error(pass_at_k(*counts, 1))
+        if bool((answers >= 0).any()):  # of two answers none is commoner
+            figures |= {f"maj@{k}": majority_at_k(answers, correct, k).mean() for k in ks if k > 2}
+        return dict(sorted(figures.items(), key=lambda item: _order(item[0])))
+
+
+def _order(name: str) -> tuple[str, int, str]:
+    kind, _, rest = name.partition("@")
+    k, _, what = rest.partition("_")
+    return {"pass": "a", "maj": "b"}[kind], int(k), what

@@ -1,6 +1,7 @@
 """A run turned into something people look at."""
 
+from lgrpo.report.checkpoints import find_checkpoints, headlines, write_summary
 from lgrpo.report.curves import draw_curves
 from lgrpo.report.series import closing_line, read_series
 
-__all__ = ["closing_line", "draw_curves", "read_series"]
+__all__ = ["closing_line", "draw_curves", "find_checkpoints", "headlines", "read_series", "write_summary"]

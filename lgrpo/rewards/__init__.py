@@ -1,26 +1,50 @@
 """Text in, number out."""
 
-from lgrpo.rewards.base import BatchReward, Reward, checked_rewards
+from lgrpo.rewards.base import (
+    NOT_YET,
+    AsyncReward,
+    BatchReward,
+    FailedScore,
+    NotYet,
+    Reward,
+    Score,
+    WrappedReward,
+    checked_rewards,
+)
+from lgrpo.rewards.code import CodeExecution
 from lgrpo.rewards.combined import FunctionReward, WeightedSum
 from lgrpo.rewards.countdown import CountdownEquation
-from lgrpo.rewards.isolated import Isolated
+from lgrpo.rewards.isolated import Isolated, Scoring
+from lgrpo.rewards.length import CompletionLength, Shortest
 from lgrpo.rewards.match import ExactMatch, NumericMatch
 from lgrpo.rewards.math import MathVerify
 from lgrpo.rewards.overlong import OverlongPenalty
+from lgrpo.rewards.reasoning_gym import ReasoningGymScore
 from lgrpo.rewards.text import RegexMatch, TagFormat
 
 __all__ = [
+    "NOT_YET",
+    "AsyncReward",
     "BatchReward",
+    "CodeExecution",
+    "CompletionLength",
     "CountdownEquation",
     "ExactMatch",
+    "FailedScore",
     "FunctionReward",
     "Isolated",
     "MathVerify",
+    "NotYet",
     "NumericMatch",
     "OverlongPenalty",
+    "ReasoningGymScore",
     "RegexMatch",
     "Reward",
+    "Score",
+    "Scoring",
+    "Shortest",
     "TagFormat",
     "WeightedSum",
+    "WrappedReward",
     "checked_rewards",
 ]

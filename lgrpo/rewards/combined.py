@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import statistics
-from collections.abc import Callable, Sequence
-from typing import final
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
-from lgrpo.rewards.base import BatchReward, Reward, checked_rewards
+from lgrpo.rewards.base import BatchReward, NotYet, Reward, Score, checked_rewards, combined
 from lgrpo.types import Completion, Prompt
 
 
@@ -18,7 +20,7 @@ class WeightedSum(BatchReward):
     def __init__(self, rewards: dict[str, BatchReward], weights: dict[str, float] | None = None) -> None:
         """
         Args:
-            rewards: By name.
+            rewards: By name. The first one reads the final answer, for maj@k.
             weights: Of each name; 1 where it is not among them.
         """
         if not rewards:
@@ -27,28 +29,67 @@ class WeightedSum(BatchReward):
             raise ValueError(f"there are weights for {unknown}, but the rewards are {sorted(rewards)}")
         self.rewards = rewards
         self.weights = {name: (weights or {}).get(name, 1.0) for name in rewards}
-        self._seen: dict[str, list[float]] = {name: [] for name in rewards}
+        self._seen: dict[str, Spread] = {name: Spread() for name in rewards}
+
+    @property
+    def is_inline(self) -> bool:  # type: ignore[override]
+        return all(reward.is_inline for reward in self.rewards.values())
+
+    def map_leaves(self, change: Callable[[BatchReward], BatchReward]) -> BatchReward:
+        return WeightedSum({name: reward.map_leaves(change) for name, reward in self.rewards.items()}, self.weights)
 
     def required_fields(self) -> set[str]:
         return set().union(*(reward.required_fields() for reward in self.rewards.values()))
 
-    def report(self) -> dict[str, float]:
-        figures: dict[str, float] = {}
-        for name, values in self._seen.items():
-            figures |= self.rewards[name].report()
-            if values:
-                figures[f"reward/{name}"] = statistics.fmean(values)
-                figures[f"reward/{name}_std"] = statistics.pstdev(values)
-        self._seen = {name: [] for name in self.rewards}
-        return figures
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        for reward in self.rewards.values():
+            reward.check_row(row)
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        total = [0.0] * len(completions)
+    def final_answer(self, text: str) -> str | None:
+        return next(iter(self.rewards.values())).final_answer(text)
+
+    def report(self) -> dict[str, float]:
+        figures: Counter[str] = Counter()  # failures of several rewards add up
         for name, reward in self.rewards.items():
-            values = checked_rewards(reward, prompts, completions)
-            self._seen[name] += values
-            total = [so_far + self.weights[name] * value for so_far, value in zip(total, values, strict=True)]
-        return total
+            figures.update(reward.report())
+            figures.update(self._seen[name].report(f"reward/{name}"))
+        return dict(figures)
+
+    def close(self) -> None:
+        for reward in self.rewards.values():
+            reward.close()
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        scores = {name: checked_rewards(reward, prompts, completions) for name, reward in self.rewards.items()}
+        for name, values in scores.items():
+            self._seen[name].add(values)
+        return [self._sum(dict(zip(scores, parts, strict=True))) for parts in zip(*scores.values(), strict=True)]
+
+    def _sum(self, parts: dict[str, Score]) -> Score:
+        known = {name: value for name, value in parts.items() if not isinstance(value, NotYet)}
+        return combined(sum(self.weights[name] * value for name, value in known.items()), list(parts.values()))
+
+
+class Spread:
+    """Mean and deviation of the scores that went by, from any thread."""
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+        self._lock = threading.Lock()
+
+    def add(self, scores: Sequence[Score]) -> None:
+        with self._lock:
+            self._values += [score for score in scores if not isinstance(score, NotYet)]
+
+    def report(self, name: str) -> dict[str, float]:
+        """Of what was added since the last report."""
+        with self._lock:
+            values, self._values = self._values, []
+        return {name: statistics.fmean(values), f"{name}_std": statistics.pstdev(values)} if values else {}
+
+    def __reduce__(self) -> tuple[type[Spread], tuple[()]]:
+        """Empty: what went by here did not go by there."""
+        return Spread, ()
 
 
 @final
@@ -63,11 +104,11 @@ class FunctionReward(Reward):
         self.path = path
         self._function = import_function(path)
 
-    def score(self, prompt: Prompt, completion: Completion) -> float:
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
         return self._function(completion.text, prompt.row)
 
 
-def import_function(path: str) -> Callable[..., float]:
+def import_function(path: str) -> Callable[..., Score]:
     """The function an import path names.
 
     >>> import_function("math.hypot")(3, 4)

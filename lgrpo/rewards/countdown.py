@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import final
+from typing import Any, final
 
 from lgrpo.rewards.base import Reward
 from lgrpo.types import Completion, Prompt
@@ -23,6 +24,8 @@ class CountdownEquation(Reward):
     It is parsed, never evaluated as code, in exact fractions.
     """
 
+    is_inline = True
+
     def __init__(self, numbers_field: str = "nums", target_field: str = "target", partial: float = 0.0) -> None:
         """
         Args:
@@ -38,6 +41,16 @@ class CountdownEquation(Reward):
 
     def required_fields(self) -> set[str]:
         return {self.numbers_field, self.target_field}
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        numbers, target = row[self.numbers_field], row[self.target_field]
+        try:
+            Fraction(str(target)), [int(number) for number in numbers]
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"numbers {numbers!r} and target {target!r} are no Countdown problem") from error
+
+    def final_answer(self, text: str) -> str | None:
+        return final_equation(text) or None
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         try:

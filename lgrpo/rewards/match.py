@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 from lgrpo.rewards.base import Reward
 from lgrpo.types import Completion, Prompt
@@ -14,6 +15,8 @@ _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?
 @final
 class ExactMatch(Reward):
     """1 where the completion, stripped of surrounding space, is the answer to the letter; else 0."""
+
+    is_inline = True
 
     def __init__(self, field: str = "answer") -> None:
         """
@@ -33,6 +36,8 @@ class ExactMatch(Reward):
 class NumericMatch(Reward):
     """1 where the last number in the completion equals the answer; else 0."""
 
+    is_inline = True
+
     def __init__(self, field: str = "answer", tolerance: float = 1e-6) -> None:
         """
         Args:
@@ -45,12 +50,22 @@ class NumericMatch(Reward):
     def required_fields(self) -> set[str]:
         return {self.field}
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        self._gold(row)
+
+    def final_answer(self, text: str) -> str | None:
+        found = last_number(text)
+        return None if found is None else f"{found:.12g}"
+
     def score(self, prompt: Prompt, completion: Completion) -> float:
-        gold = last_number(str(prompt.row[self.field]))
-        if gold is None:
-            raise ValueError(f"field {self.field!r} of the data holds no number: {prompt.row[self.field]!r}")
-        found = last_number(completion.text)
+        gold, found = self._gold(prompt.row), last_number(completion.text)
         return float(found is not None and abs(found - gold) <= self.tolerance)
+
+    def _gold(self, row: Mapping[str, Any]) -> float:
+        gold = last_number(str(row[self.field]))
+        if gold is None:
+            raise ValueError(f"field {self.field!r} of the data holds no number: {row[self.field]!r}")
+        return gold
 
 
 def last_number(text: str) -> float | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, final
 
 from lgrpo.rewards.base import Reward
+from lgrpo.rewards.match import last_number
 from lgrpo.types import Completion, Prompt
+
+_SAME = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\left": "", "\\right": "", "\\!": "", "\\,": "", "$": ""}
 
 
 @final
@@ -30,11 +34,49 @@ class MathVerify(Reward):
     def required_fields(self) -> set[str]:
         return {self.field}
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        if not str(row[self.field]).strip():  # whether it is mathematics is seen when it is needed: parsing takes time
+            raise ValueError(f"field {self.field!r} of the data is empty")
+
+    def final_answer(self, text: str) -> str | None:
+        boxed, number = last_boxed(text), last_number(text)
+        if boxed is not None:
+            return normal_form(boxed)
+        return None if number is None else f"{number:.12g}"
+
     def score(self, prompt: Prompt, completion: Completion) -> float:
         gold = parse(f"${prompt.row[self.field]}$")
         if not gold:
             raise ValueError(f"field {self.field!r} of the data is no mathematics: {prompt.row[self.field]!r}")
         return float(equal(gold, parse(completion.text)))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{…}`` of a text, braces inside it balanced.
+
+    >>> last_boxed(r"so \boxed{3}, no: \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, start = 1, start + len("\\boxed{")
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    return None
+
+
+def normal_form(answer: str) -> str:
+    r"""A LaTeX answer without what does not change it: spaces, sizes, a full stop.
+
+    >>> normal_form(r" \dfrac{1}{2} \,.") == normal_form(r"\frac{1}{2}")
+    True
+    """
+    for same, form in _SAME.items():
+        answer = answer.replace(same, form)
+    return "".join(answer.split()).rstrip(".")
 
 
 def parse(text: str) -> list[Any]:

@@ -6,25 +6,31 @@ wanted, the end of a pipe it shall serve. Back goes the worker's process id.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import signal
 import socket
 import sys
+import tempfile
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import dill
 
-from lgrpo.rewards.base import BatchReward, checked_rewards
+from lgrpo.rewards.base import NOT_YET, AsyncReward, BatchReward, Score, checked_rewards, checked_score
+from lgrpo.types import Completion, Prompt
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the trainer to deal with
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
-    size, memory = json.loads(channel.recv(1024))
+    size, timeout, memory, output = json.loads(channel.recv(1024))
     channel.send(b"k")
     pickled = b""
     while len(pickled) < size:
@@ -44,24 +50,91 @@ def main() -> None:
             channel.send(str(pid).encode())
         else:
             channel.close()
-            serve(reward, Connection(files[0]), memory)
+            Serving(reward, Connection(files[0]), timeout).run(memory, output)
             os._exit(0)
 
 
-def serve(reward: BatchReward, pipe: Connection, memory: int) -> None:
-    """Scores one completion after another until the pipe closes."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()  # whatever it starts is killed with it
-    limit_memory(memory)
-    with contextlib.suppress(EOFError, OSError):
+class Serving:
+    """A worker: scores what comes through its pipe until that closes."""
+
+    def __init__(self, reward: BatchReward, pipe: Connection, timeout: float) -> None:
+        self.reward = reward
+        self.pipe = pipe
+        self.timeout = timeout
+        self._printed = -1
+
+    def run(self, memory: int, output: int) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()  # whatever it starts is killed with it
+        self._limit_output(output)
+        limit_memory(memory)
+        with contextlib.suppress(EOFError, OSError):
+            if isinstance(self.reward, AsyncReward):
+                asyncio.run(self._serve_many(self.reward))
+            else:
+                self._serve_one_by_one()
+
+    def _serve_one_by_one(self) -> None:
         while True:
-            prompt, completion = pipe.recv()
-            answer: dict[str, float | str]
+            job, prompts, completions = self.pipe.recv()
             try:
-                answer = {"score": checked_rewards(reward, [prompt], [completion])[0]}
+                answer = scored(checked_rewards(self.reward, prompts, completions))
             except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-            pipe.send_bytes(json.dumps(answer).encode())
+                answer = failed(error)
+            self._answer(job, answer)
+
+    async def _serve_many(self, reward: AsyncReward) -> None:
+        loop, at_work = asyncio.get_running_loop(), set()
+        while True:
+            job = await loop.run_in_executor(None, self.pipe.recv)
+            task = asyncio.create_task(self._wait_for(reward, *job))
+            at_work.add(task)
+            task.add_done_callback(at_work.discard)
+
+    async def _wait_for(
+        self, reward: AsyncReward, job: int, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> None:
+        (prompt,), (completion,) = prompts, completions
+        try:
+            value = await asyncio.wait_for(reward.score(prompt, completion), self.timeout)
+            answer = scored([checked_score(type(reward).__name__, value, prompt, completion)])
+        except TimeoutError:
+            answer = {"kind": "timeouts", "error": f"a score took longer than {self.timeout:g} s"}
+        except Exception as error:
+            answer = failed(error)
+        self._answer(job, answer)
+
+    def _answer(self, job: int, answer: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            os.ftruncate(self._printed, 0)  # the next score may print as much again
+        self.pipe.send_bytes(json.dumps({"job": job} | answer).encode())
+
+    def _limit_output(self, num_bytes: int) -> None:
+        """What is printed goes into a file that may grow to so many bytes; beyond that the worker gives up."""
+        self._printed, name = tempfile.mkstemp()
+        os.unlink(name)
+        for stream in (1, 2):
+            os.dup2(self._printed, stream)
+        flags = fcntl.fcntl(self._printed, fcntl.F_GETFL)
+        fcntl.fcntl(self._printed, fcntl.F_SETFL, flags | os.O_APPEND)  # its end moves when it is emptied
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+        signal.signal(signal.SIGXFSZ, self._give_up)
+
+    def _give_up(self, *_: object) -> None:
+        self.pipe.send_bytes(json.dumps({"flood": True}).encode())
+        os._exit(1)
+
+
+def scored(scores: Sequence[Score]) -> dict[str, Any]:
+    """An answer with scores in it."""
+    return {"scores": [None if score is NOT_YET else score for score in scores]}
+
+
+def failed(error: Exception) -> dict[str, Any]:
+    """An answer that says what went wrong."""
+    kind = "memory" if isinstance(error, MemoryError) else "errors"
+    return {"kind": kind, "error": f"{type(error).__name__}: {error}"[:500]}
 
 
 def limit_memory(num_bytes: int) -> None:

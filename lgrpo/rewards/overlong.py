@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
-from lgrpo.rewards.base import BatchReward, checked_rewards
+from lgrpo.rewards.base import BatchReward, NotYet, Score, WrappedReward, checked_rewards, combined
 from lgrpo.types import Completion, Prompt
 
 
 @final
-class OverlongPenalty(BatchReward):
+class OverlongPenalty(WrappedReward):
     """Another reward, less a penalty that rises from 0 to ``scale`` over the last ``buffer`` tokens (DAPO)."""
 
     def __init__(self, reward: BatchReward, max_tokens: int, buffer: int, scale: float = 1.0) -> None:
@@ -25,17 +25,20 @@ class OverlongPenalty(BatchReward):
             raise ValueError(f"buffer is {buffer}; it counts the last tokens of {max_tokens}, from 1 on")
         if not scale > 0:
             raise ValueError(f"scale is {scale}; a penalty is above 0")
-        self.reward = reward
+        super().__init__(reward)
         self.max_tokens = max_tokens
         self.buffer = buffer
         self.scale = scale
 
-    def required_fields(self) -> set[str]:
-        return self.reward.required_fields()
+    def map_leaves(self, change: Callable[[BatchReward], BatchReward]) -> BatchReward:
+        return OverlongPenalty(self.reward.map_leaves(change), self.max_tokens, self.buffer, self.scale)
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        rewards = checked_rewards(self.reward, prompts, completions)
-        return [value - self.penalty(len(c.token_ids)) for value, c in zip(rewards, completions, strict=True)]
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        scores = checked_rewards(self.reward, prompts, completions)
+        return [
+            score if isinstance(score, NotYet) else combined(score - self.penalty(len(c.token_ids)), [score])
+            for score, c in zip(scores, completions, strict=True)
+        ]
 
     def penalty(self, length: int) -> float:
         """Of a completion of so many tokens.

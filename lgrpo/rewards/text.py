@@ -35,6 +35,8 @@ class RegexMatch(Reward):
 class TagFormat(Reward):
     """1 where the completion is ``<think>…</think> <answer>…</answer>``, each tag once and in order; else 0."""
 
+    is_inline = True
+
     def __init__(self, tags: list[str] | None = None) -> None:
         """
         Args:

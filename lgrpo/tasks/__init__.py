@@ -1,8 +1,31 @@
-"""A task = prompts + template + reward."""
+"""A task = prompts + template + reward + how to read the answer."""
 
 from lgrpo.tasks.base import Split, Task
-from lgrpo.tasks.dataset import DatasetTask
+from lgrpo.tasks.countdown import Countdown, GeneratedCountdown
+from lgrpo.tasks.dataset import DatasetTask, RowTask
 from lgrpo.tasks.generated import Arithmetic, SortDigits
+from lgrpo.tasks.mathematics import AIME24, GSM8K, MATH, MATH500, DeepScaleR
+from lgrpo.tasks.reasoning_gym import ReasoningGym
+from lgrpo.tasks.rows import LocatedRow, Row, RowStream
 from lgrpo.tasks.template import Template
 
-__all__ = ["Arithmetic", "DatasetTask", "SortDigits", "Split", "Task", "Template"]
+__all__ = [
+    "AIME24",
+    "GSM8K",
+    "MATH",
+    "MATH500",
+    "Arithmetic",
+    "Countdown",
+    "DatasetTask",
+    "DeepScaleR",
+    "GeneratedCountdown",
+    "LocatedRow",
+    "ReasoningGym",
+    "Row",
+    "RowStream",
+    "RowTask",
+    "SortDigits",
+    "Split",
+    "Task",
+    "Template",
+]

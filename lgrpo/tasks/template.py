@@ -9,10 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+_OWN_OPTIONS = {"conversation", "tokenize", "add_generation_prompt"}
+
 
 @dataclass(kw_only=True)
 class Template:
-    """Fills a row's fields into a prompt, plain or as a chat."""
+    """Fills a row's fields into a prompt, plain or as a chat, after some solved examples if there are any."""
 
     prompt: str = "{question}"
     """Text with the row's fields in braces; a brace of the text itself is doubled."""
@@ -20,10 +22,27 @@ class Template:
     """System message of a chat."""
     chat: bool = False
     """Wrap the prompt in the tokenizer's chat template."""
+    examples: list[dict[str, Any]] | None = None
+    """Rows shown with their answers before the question: turns of a chat, or blocks of text."""
+    example_answer: str = "{solution}"
+    """Answer of an example, with the row's fields in braces. In plain text it follows the example's prompt directly."""
+    separator: str = "\n\n"
+    """Between examples, and between the last one and the question, in plain text."""
+    chat_options: dict[str, Any] | None = None
+    """What else the chat template is given, such as ``enable_thinking: true``."""
 
     def __post_init__(self) -> None:
         if self.system is not None and not self.chat:
             raise ValueError("template.system is the system message of a chat: set template.chat, or leave it out")
+        if self.chat_options and not self.chat:
+            raise ValueError("template.chat_options are given to a chat template: set template.chat, or leave them out")
+        if own := sorted(_OWN_OPTIONS & set(self.chat_options or {})):
+            raise ValueError(f"template.chat_options may not set {own}: these are set here")
+        for index, row in enumerate(self.examples or []):
+            if missing := sorted((self.fields() | _fields(self.example_answer)) - set(row)):
+                raise ValueError(f"example {index} of the template has no {missing}, only {sorted(row)}")
+            if not self.example_answer.format_map(row).strip():
+                raise ValueError(f"example {index} has an empty answer: template.example_answer says what is in it")
 
     def fields(self) -> set[str]:
         """Fields of a row the template reads.
@@ -31,17 +50,27 @@ class Template:
         >>> sorted(Template(prompt="{question} Answer in {unit}.").fields())
         ['question', 'unit']
         """
-        names = (name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None)
-        return {name.split(".")[0].split("[")[0] for name in names}
+        return _fields(self.prompt)
 
     def render(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
         """The prompt's text and its token ids."""
         text = self.prompt.format_map(row)
+        solved = [(self.prompt.format_map(e), self.example_answer.format_map(e)) for e in self.examples or []]
         if not self.chat:
+            text = self.separator.join([*(question + answer for question, answer in solved), text])
             return text, tokenizer(text).input_ids
         if tokenizer.chat_template is None:
             raise ValueError("template.chat is set, but the tokenizer has no chat template")
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+        for question, answer in solved:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": text})
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **(self.chat_options or {})
+        )
         return rendered, tokenizer(rendered, add_special_tokens=False).input_ids
+
+
+def _fields(text: str) -> set[str]:
+    names = (name for _, name, _, _ in string.Formatter().parse(text) if name is not None)
+    return {name.split(".")[0].split("[")[0] for name in names}

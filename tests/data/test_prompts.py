@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections import Counter
 
@@ -10,9 +11,12 @@ import pytest
 from datasets import Dataset
 
 from lgrpo.data import PromptSet
+from lgrpo.data.difficulty import DifficultySampling
+from lgrpo.data.prompts import StreamedPrompts, load_prompts
 from lgrpo.policy import character_tokenizer
 from lgrpo.rewards import ExactMatch, NumericMatch
 from lgrpo.tasks import Arithmetic, DatasetTask, SortDigits, Template
+from lgrpo.tasks.rows import LocatedRow, RowStream
 from tests.helpers import CHARACTERS
 
 ROWS = [{"question": f"{i:02d}>", "answer": str(i), "level": i % 3} for i in range(12)]
@@ -113,6 +117,10 @@ def test_a_prompt_longer_than_the_context(tokenizer):
     rows = [*ROWS[:3], {"question": "1" * 50, "answer": "", "level": 0}]
     with pytest.raises(ValueError, match=r"prompt 3 of the train set has 50 tokens, but only 10 fit.*drop"):
         PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10)
+    with pytest.raises(
+        ValueError, match=r"data\.max_prompt_tokens .* data\.sampling\.max_tokens .* data\.overlong_prompts"
+    ):
+        PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10)
     kept = PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10, overlong="drop")
     assert (len(kept), kept.num_dropped) == (3, 1)
     with pytest.raises(ValueError, match="no prompt of the train set fits"):
@@ -133,8 +141,7 @@ def test_an_empty_set(tmp_path):
 
 
 def test_a_file_has_no_split_to_validate_on(tmp_path):
-    with pytest.raises(ValueError, match=r"task\.validation is missing"):
-        DatasetTask(ExactMatch(), train=str(tmp_path / "rows.jsonl"))
+    assert DatasetTask(ExactMatch(), train=write(tmp_path / "rows.jsonl", ROWS)).rows("validation") == []
 
 
 def test_chat_templates(tokenizer):
@@ -183,3 +190,178 @@ def test_rewards():
     assert score(NumericMatch(), "no idea", "12") == 0.0
     with pytest.raises(ValueError, match="holds no number: 'twelve'"):
         score(NumericMatch(), "12", "twelve")
+
+
+def test_a_row_whose_answer_is_of_no_use(tokenizer):
+    task = in_memory([ROWS[0], {**ROWS[1], "answer": "none"}], reward=NumericMatch())
+    with pytest.raises(
+        ValueError, match=r"no answer to row 1 of the train set could be scored: .*holds no number: 'none'"
+    ):
+        PromptSet(task, "train", tokenizer, max_tokens=10)
+
+
+def test_copies_of_a_prompt_have_places_of_their_own(tokenizer):
+    prompts = PromptSet(in_memory([ROWS[0], ROWS[1], ROWS[0]]), "train", tokenizer, max_tokens=10)
+    assert [(prompts.at(i).text, prompts.at(i).position) for i in range(3)] == [("00>", 0), ("01>", 1), ("00>", 2)]
+
+
+# Rows drawn by weight
+
+
+def by_level(tokenizer, rows=ROWS, seed=0, **settings):
+    difficulty = DifficultySampling(field="level", **settings)
+    return load_prompts(in_memory(rows), "train", tokenizer, max_tokens=10, shuffle_seed=seed, difficulty=difficulty)
+
+
+def test_rows_are_drawn_by_weight(tokenizer):
+    prompts = by_level(tokenizer, weights={"0": 3.0, "1": 1.0})
+    assert len(prompts) == 8  # a pass: the rows that can be drawn
+    drawn = Counter(prompts.at(i).row["level"] for i in range(8000))
+    assert set(drawn) == {0, 1}
+    assert drawn[0] / 8000 == pytest.approx(0.75, abs=0.02)
+    of_one_level = Counter(prompts.at(i).text for i in range(8000) if prompts.at(i).row["level"] == 0)
+    assert min(of_one_level.values()) > 1300
+    assert len(of_one_level) == 4
+    rest = by_level(tokenizer, weights={"0": 0.0}, rest=2.0)
+    assert {rest.at(i).row["level"] for i in range(100)} == {1, 2}
+
+
+def test_a_draw_follows_from_the_seed_and_the_position(tokenizer):
+    prompts, again = (by_level(tokenizer, weights={"0": 3.0, "1": 1.0}) for _ in range(2))
+    in_order = [prompts.at(i).text for i in range(40)]
+    assert [again.at(i).text for i in reversed(range(40))] == in_order[::-1]
+    assert in_order[:8] != in_order[8:16]
+    other = by_level(tokenizer, seed=1, weights={"0": 3.0, "1": 1.0})
+    assert [other.at(i).text for i in range(40)] != in_order
+    assert prompts.at(2**40 + 15).text == again.at(2**40 + 15).text
+
+
+def test_weights_that_make_no_sense(tokenizer):
+    with pytest.raises(
+        ValueError, match=r"no prompt of the train set fits .* has a weight in data\.difficulty \(level\)"
+    ):
+        by_level(tokenizer, weights={"7": 1.0})
+    with pytest.raises(ValueError, match=r"row 1 of the train set: difficulty\.field is 'level', but the row has only"):
+        by_level(tokenizer, rows=[ROWS[0], {"question": "1", "answer": "1"}], weights={"0": 1.0})
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="the weight of 0 is"):
+            DifficultySampling(field="level", weights={"0": weight})
+        with pytest.raises(ValueError, match="the weight of rest is"):
+            DifficultySampling(field="level", weights={}, rest=weight)
+    with pytest.raises(ValueError, match=r"data\.difficulty draws rows at random: it needs data\.shuffle"):
+        by_level(tokenizer, seed=None, weights={"0": 1.0})
+
+
+def test_weights_out_of_yaml(tokenizer):
+    """Where a key that looks like a number is one."""
+    assert DifficultySampling(field="level", weights={0: 1.0}).weight(ROWS[0]) == 1.0
+
+
+# Rows that stream
+
+
+class Counted(RowStream):
+    """Rows that count how often they are read."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.num_read = self.num_passes = 0
+
+    def __iter__(self):
+        self.num_passes += 1
+        for index, row in enumerate(self.rows):
+            self.num_read += 1
+            yield LocatedRow(f"line {index}", row)
+
+
+def stream(tokenizer, rows=ROWS, source=None, **settings):
+    return StreamedPrompts(in_memory(), source or Counted(rows), tokenizer, **{"max_tokens": 10} | settings)
+
+
+def texts(prompts, positions):
+    return [prompts.at(i).text for i in positions]
+
+
+def test_a_streaming_task_has_streamed_prompts(tmp_path, tokenizer):
+    task = DatasetTask(ExactMatch(), train=write(tmp_path / "a.jsonl", ROWS), validation=ROWS, streaming=True)
+    prompts = load_prompts(task, "train", tokenizer, max_tokens=10)
+    assert prompts.is_streamed
+    assert texts(prompts, range(30)) == [row["question"] for row in (ROWS * 3)[:30]]
+    assert prompts.at(25).position == 25
+    assert prompts.at(25).row == ROWS[1]
+    assert not load_prompts(task, "validation", tokenizer, max_tokens=10).is_streamed
+    assert not load_prompts(in_memory(), "train", tokenizer, max_tokens=10).is_streamed
+    with pytest.raises(ValueError, match=r"set data\.num_rollouts"):
+        len(prompts)
+    with pytest.raises(ValueError, match=r"data\.difficulty draws from all rows"):
+        load_prompts(
+            task,
+            "train",
+            tokenizer,
+            max_tokens=10,
+            shuffle_seed=0,
+            difficulty=DifficultySampling(field="x", weights={}),
+        )
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop"])
+@pytest.mark.parametrize("buffer_size", [1, 5, 100])
+def test_every_pass_over_a_stream_has_every_prompt_once(buffer_size, overlong, tokenizer):
+    settings = {"shuffle_seed": 1, "buffer_size": buffer_size, "overlong": overlong}
+    prompts = stream(tokenizer, **settings)
+    passes = [texts(prompts, range(e * 12, e * 12 + 12)) for e in range(3)]
+    assert all(Counter(one) == Counter(row["question"] for row in ROWS) for one in passes)
+    if buffer_size > 1:
+        assert passes[0] != passes[1] != passes[2]
+    every = list(itertools.chain(*passes))
+    again = stream(tokenizer, **settings)
+    assert texts(again, (30, 5, 17, 35, 0)) == [every[i] for i in (30, 5, 17, 35, 0)]
+    if buffer_size == 100:
+        assert texts(stream(tokenizer, **settings | {"shuffle_seed": 2}), range(12)) != passes[0]
+
+
+def test_a_stream_is_read_forward_and_only_as_far_as_needed(tokenizer):
+    source = Counted([{"question": f"{i:05d}", "answer": ""} for i in range(5000)])
+    prompts = stream(tokenizer, source=source)
+    assert source.num_read == 1
+    texts(prompts, range(0, 3000, 2))
+    assert (source.num_read, source.num_passes) == (2999, 1)
+    texts(prompts, range(2000, 3000, 2))  # still at hand
+    assert source.num_passes == 1
+    assert prompts.at(1).text == "00001"  # long gone
+    assert (source.num_read, source.num_passes) == (3001, 2)
+    assert len(prompts._kept) <= 1024
+
+
+def test_overlong_prompts_of_a_stream(tokenizer):
+    rows = [ROWS[0], {"question": "1" * 50, "answer": ""}, ROWS[1]]
+    prompts = stream(tokenizer, rows)
+    with pytest.raises(ValueError, match=r"prompt \(line 1\) of the train set has 50 tokens, but only 10 fit.*drop"):
+        prompts.at(1)
+    kept = stream(tokenizer, rows, overlong="drop")
+    assert texts(kept, range(4)) == ["00>", "01>", "00>", "01>"]
+    assert kept.num_dropped == 2
+    assert stream(tokenizer, rows, overlong="drop").at(3).text == "01>"  # those dropped on the way there counted too
+    assert texts(kept, (3, 2, 1)) == ["01>", "00>", "01>"]
+    with pytest.raises(ValueError, match="no prompt of the train set fits into 1 tokens"):
+        stream(tokenizer, rows, overlong="drop", max_tokens=1)
+
+
+def test_a_stream_that_cannot_be_read_says_so_at_once(tmp_path, tokenizer):
+    def prompts(content):
+        (tmp_path / "a.jsonl").write_text(content)
+        task = DatasetTask(NumericMatch(), train=str(tmp_path / "a.jsonl"), streaming=True)
+        return load_prompts(task, "train", tokenizer, max_tokens=10)
+
+    with pytest.raises(ValueError, match="the train set is empty"):
+        prompts("")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: "):
+        prompts("{")
+    with pytest.raises(
+        ValueError, match=r"reward reads \['answer'\], but row \(.*a\.jsonl, line 1\) of the train set has"
+    ):
+        prompts('{"question": "1"}\n')
+    with pytest.raises(ValueError, match=r"no answer to row \(.*line 1\) of the train set could be scored"):
+        prompts('{"question": "1", "answer": "x"}\n')
+    with pytest.raises(FileNotFoundError, match="there is no data file"):
+        load_prompts(DatasetTask(ExactMatch(), "absent.jsonl", streaming=True), "train", tokenizer, max_tokens=10)

@@ -24,6 +24,7 @@ def rollout(behaviour: Tensor, mask: Tensor, advantages: Tensor, group_size: int
         behaviour_step=torch.zeros(len(mask), dtype=torch.int64),
         positions=torch.arange(len(mask)) // group_size,
         truncated=torch.zeros(len(mask), dtype=torch.bool),
+        failed=torch.zeros(len(mask), dtype=torch.bool),
         rows=torch.arange(len(mask)),
         group_size=group_size,
         temperature=1.0,

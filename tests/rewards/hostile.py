@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 
-from lgrpo.rewards import BatchReward, Reward
+from lgrpo.rewards import NOT_YET, AsyncReward, BatchReward, Reward, Score
 from lgrpo.types import Completion, Prompt
 
 
-class Hostile(BatchReward):
+class Hostile(Reward):
     """Does what the completion says; else the score is its length."""
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        (completion,) = completions
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        scores = super().__call__(prompts, completions)
+        return [*scores, 2.0] if completions[0].text == "count" else scores
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
         match completion.text:
             case "hang":
                 while True:
@@ -37,16 +42,54 @@ class Hostile(BatchReward):
             case "print":
                 for _ in range(1024):
                     print("x" * 2**20)
-                return [7.0]
+                return 7.0
+            case "print a little":
+                print("x" * 2**20)
+                return 7.0
+            case "print in C":
+                subprocess.run(["dd", "if=/dev/zero", "bs=1M", "count=1024"], check=False)
+                os.write(1, b"x")
+                return 7.0
+            case "write a file":
+                with tempfile.TemporaryFile() as file:
+                    for _ in range(1024):
+                        file.write(bytes(2**20))
+                return 7.0
             case "raise":
                 raise RuntimeError("no score today")
             case "nan":
-                return [math.nan]
-            case "count":
-                return [1.0, 2.0]
+                return math.nan
+            case "not yet":
+                return NOT_YET
             case "long error":
                 raise RuntimeError("x" * 10**6)
-        return [float(len(completion.text))]
+        return float(len(completion.text))
+
+
+class Siblings(BatchReward):
+    """How many siblings it was shown; not all of them are good to look at."""
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        if any(completion.text == "raise" for completion in completions):
+            raise RuntimeError("no score for any of them")
+        return [float(len(completions))] * len(completions)
+
+
+class Waiting(AsyncReward):
+    """Waits; one kind of completion for ever, another without letting the others on."""
+
+    concurrency = 16
+
+    async def score(self, prompt: Prompt, completion: Completion) -> float:
+        match completion.text:
+            case "hang":
+                await asyncio.sleep(10**6)
+            case "block":
+                time.sleep(10**6)
+            case "raise":
+                raise RuntimeError("no score today")
+        await asyncio.sleep(0.5)
+        return float(len(completion.text))
 
 
 class Fussy(Reward):

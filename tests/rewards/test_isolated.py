@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lgrpo import Completion, Prompt
-from lgrpo.rewards import ExactMatch, Isolated, NumericMatch
+from lgrpo.rewards import NOT_YET, Isolated, NumericMatch, Scoring
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
-from tests.rewards.hostile import Fussy, Hostile, Unloadable
+from tests.rewards.hostile import Fussy, Hostile, Siblings, Unloadable, Waiting
 
 
 def score(reward, *texts, answer="1"):
@@ -36,9 +38,9 @@ def until_nobody_lives(wanted, seconds=20):
     return False
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def isolated():
-    reward = Isolated(Hostile(), num_workers=2, timeout=3.0, memory_gib=0.5, failure_score=-1.0)
+    reward = Isolated(Hostile(), Scoring(num_workers=2, timeout=3.0, memory_gib=0.5, failure_score=-1.0))
     yield reward
     reward.close()
 
@@ -49,13 +51,16 @@ def isolated():
         ("hang", "timeouts", "longer than 3 s"),
         ("hang in C", "timeouts", "longer than 3 s"),
         ("hang in a child", "timeouts", "longer than 3 s"),
-        ("allocate", "errors", "MemoryError"),
+        ("allocate", "memory", "MemoryError"),
         ("segfault", "crashes", "ended"),
         ("exit", "crashes", "ended"),
         ("raise", "errors", "RuntimeError: no score today"),
         ("nan", "errors", "not a finite number"),
         ("count", "errors", "2 rewards for 1 completions"),
         ("long error", "errors", "xxx"),
+        ("print", "output", "more than 16 MiB"),
+        ("print in C", "output", "more than 16 MiB"),
+        ("write a file", "output", "more than 16 MiB"),
     ],
 )
 def test_what_goes_wrong_costs_its_own_completion_only(isolated, text, kind, why):
@@ -63,13 +68,13 @@ def test_what_goes_wrong_costs_its_own_completion_only(isolated, text, kind, why
     assert scores == [1.0, 2.0, -1.0, 3.0, 4.0, 5.0]
     figures = isolated.report()
     assert figures["reward/failures"] == figures[f"reward/{kind}"] == 1.0
-    assert why in isolated.last_error
+    assert why in scores[2].why
     assert score(isolated, "a", "bb") == [1.0, 2.0]  # and it goes on
     assert isolated.report()["reward/failures"] == 0.0
 
 
-def test_a_gigabyte_of_print_is_dropped(isolated):
-    assert score(isolated, "print", "a") == [7.0, 1.0]
+def test_a_little_print_is_dropped(isolated):
+    assert score(isolated, *["print a little"] * 30) == [7.0] * 30
 
 
 def test_everything_at_once(isolated):
@@ -80,14 +85,71 @@ def test_everything_at_once(isolated):
     assert (figures["reward/timeouts"], figures["reward/crashes"], figures["reward/errors"]) == (3.0, 6.0, 6.0)
 
 
+def test_the_score_may_come_later(isolated):
+    assert score(isolated, "a", "not yet", "ccc") == [1.0, NOT_YET, 3.0]
+    assert isolated.report()["reward/failures"] == 0.0
+
+
+def test_from_many_threads_at_once(isolated):
+    texts = [["x" * (1 + (i * j) % 50) for j in range(4)] for i in range(40)]
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(lambda group: score(isolated, *group), texts))
+    assert found == [[float(len(text)) for text in group] for group in texts]
+
+
+def test_siblings_are_scored_together():
+    reward = Isolated(Siblings(), Scoring(failure_score=-1.0))
+    assert score(reward, "a", "b", "c") == [3.0, 3.0, 3.0]
+    assert score(reward, "a", "raise", "c") == [-1.0, -1.0, -1.0]
+    assert reward.report()["reward/errors"] == 3.0
+    reward.close()
+
+
+class TestAsync:
+    @pytest.fixture(scope="class")
+    def reward(self):
+        reward = Isolated(Waiting(), Scoring(num_workers=1, timeout=3.0, failure_score=-1.0))
+        yield reward
+        reward.close()
+
+    def test_scores_are_waited_for_together(self, reward):
+        """One worker, one after another, would take 32 × 0.5 s; two batches of 16 take 1 s."""
+        texts = ["x" * n for n in range(1, 33)]
+        score(reward, "a")  # the worker is there
+        start = time.monotonic()
+        assert score(reward, *texts) == [float(n) for n in range(1, 33)]
+        together = time.monotonic() - start
+        start = time.monotonic()
+        for text in texts[:4]:
+            score(reward, text)
+        assert together < 4 * (time.monotonic() - start)
+
+    def test_one_that_hangs_or_raises_costs_itself(self, reward):
+        assert score(reward, "a", "hang", "ccc", "raise", "eeeee") == [1.0, -1.0, 3.0, -1.0, 5.0]
+        figures = reward.report()
+        assert (figures["reward/timeouts"], figures["reward/errors"]) == (1.0, 1.0)
+
+    def test_one_that_blocks_all_others_costs_itself_too(self, reward):
+        assert score(reward, "a", "block", "ccc", "dddd") == [1.0, -1.0, 3.0, 4.0]
+        assert reward.report()["reward/timeouts"] == 1.0
+
+    def test_in_the_trainers_own_process(self):
+        assert score(Waiting(), "a", "bb") == [1.0, 2.0]
+
+        async def as_in_a_notebook():
+            return score(Waiting(), "a", "bb")
+
+        assert asyncio.run(as_in_a_notebook()) == [1.0, 2.0]
+
+
 def test_what_is_killed_is_dead(isolated):
     score(isolated, "a", "bb")
-    before = [worker.pid for worker in isolated._workers]
+    before = [worker.pid for worker in isolated._pool.workers]
     score(isolated, "hang in a child")
-    after = [worker.pid for worker in isolated._workers]
+    after = [worker.pid for worker in isolated._pool.workers]
     (gone,) = set(before) - set(after)
     assert until_nobody_lives(lambda stat: int(stat[4]) == gone)  # the worker, and what it had started
-    pids = [*after, isolated._nursery.pid]
+    pids = [*after, isolated._pool.nursery.process.pid]
     isolated.close()
     assert until_nobody_lives(lambda stat: int(stat[0]) in pids)
     assert score(isolated, "a") == [1.0]  # started again
@@ -105,13 +167,13 @@ def test_a_reward_from_a_script_without_a_main_guard(tmp_path):
     """As in a notebook: the class lives in ``__main__``, and starting workers must not run the script again."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from lgrpo.rewards import Isolated, Reward\n"
+        "from lgrpo.rewards import Isolated, Reward, Scoring\n"
         "from lgrpo import Completion, Prompt\n"
         "print('once')\n"
         "class Mine(Reward):\n"
         "    def score(self, prompt, completion):\n"
         "        return len(completion.text) * 2.0\n"
-        "reward = Isolated(Mine(), num_workers=1)\n"
+        "reward = Isolated(Mine(), Scoring(num_workers=1))\n"
         "prompt = Prompt(text='', token_ids=[1], row={}, position=0)\n"
         "answer = Completion(token_ids=[1], logprobs=[0.0], text='abc', finish_reason='stop', behaviour_step=0)\n"
         "print(reward([prompt], [answer]))\n"
@@ -126,7 +188,7 @@ def test_a_trainer_that_is_killed_leaves_no_worker(tmp_path):
         "from tests.rewards.test_isolated import Isolated, Hostile, score\n"
         "reward = Isolated(Hostile())\n"
         "score(reward, 'a', 'b')\n"
-        "print(*[w.pid for w in reward._workers], reward._nursery.pid, flush=True)\n"
+        "print(*[w.pid for w in reward._pool.workers], reward._pool.nursery.process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -138,7 +200,7 @@ def test_a_trainer_that_is_killed_leaves_no_worker(tmp_path):
 
 
 def test_in_a_run_the_metrics_say_how_many():
-    reward = Isolated(Fussy(), failure_score=-1.0)
+    reward = Isolated(Fussy(), Scoring(failure_score=-1.0))
     run = fit(rollouts=2, data={"task": SortDigits(num_digits=2, num_held_out=20, reward=reward)})
     reward.close()
     for batch, row in zip(run.recorder.rollouts, run.logged, strict=True):
@@ -153,12 +215,13 @@ def test_in_a_run_the_metrics_say_how_many():
         ({"num_workers": 0}, "num_workers is 0"),
         ({"timeout": 0}, "timeout is 0"),
         ({"memory_gib": 0}, "memory_gib is 0"),
+        ({"output_mib": 0}, "output_mib is 0"),
         ({"failure_score": float("nan")}, "finite number"),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
-        Isolated(ExactMatch(), **settings)
+        Scoring(**settings)
 
 
 def test_a_reward_that_cannot_be_loaded_elsewhere():

@@ -18,6 +18,7 @@ from lgrpo.rewards import (
     MathVerify,
     NumericMatch,
     RegexMatch,
+    Scoring,
     TagFormat,
     WeightedSum,
 )
@@ -96,7 +97,7 @@ def test_math_verify_works_in_a_thread_and_in_a_worker():
     thread.start()
     thread.join()
     assert found == [1.0]
-    isolated = Isolated(MathVerify(), num_workers=1)
+    isolated = Isolated(MathVerify(), Scoring(num_workers=1))
     assert score(isolated, r"\boxed{7}", answer="7") == 1.0
     isolated.close()
 
@@ -165,7 +166,8 @@ data:
             math:
               class_path: lgrpo.rewards.Isolated
               init_args:
-                timeout: 5
+                scoring:
+                  timeout: 5
                 reward:
                   class_path: lgrpo.rewards.MathVerify
           weights:

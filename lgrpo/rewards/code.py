@@ -1,0 +1,268 @@
+"""Programs as answers: run, and checked by tests."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, final
+
+from lgrpo.rewards.base import Reward
+from lgrpo.types import Completion, Prompt
+
+_SANDBOX = Path(__file__).with_name("sandbox.py")
+_START = "import marshal, sys; exec(marshal.load(sys.stdin.buffer))"
+_PATIENCE = 10.0  # seconds beyond its time a sandbox has to start and to clean up
+_FENCES = {"```python", "```python3", "```py"}
+
+
+class SandboxUnavailable(RuntimeError):
+    """This system does not let programs be shut off as the settings ask."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Execution:
+    """How a program ended."""
+
+    ended: Literal["exit", "timeout", "output"]
+    """By itself, or killed for its time or for its output."""
+    status: int
+    """0 where it ended by itself and well."""
+    passed: bool
+    """Whether tests that were run in it came to their end."""
+    stdout: str
+    stderr: str
+
+
+@final
+class CodeExecution(Reward):
+    """1 where the Python program of a completion passes the row's tests; else 0.
+
+    It runs the model's code on this machine, in a process with limits: without network, in an empty directory, seeing
+    the system's and Python's own files only. That is no virtual machine (``tutorials/pages/code_execution.md`` says
+    what it holds back and what not), and it is off unless ``allow_execution`` is set. Linux only.
+
+    Tests are Python source that is run after the answer's, in one process (``assert add(1, 2) == 3``); or a list of
+    ``{"input": …, "output": …}``, each of which is a run of its own from standard input to standard output, compared
+    word by word out of the program's reach.
+    """
+
+    def __init__(
+        self,
+        tests_field: str = "tests",
+        allow_execution: bool = False,
+        allow_network: bool = False,
+        allow_files: bool = False,
+        packages: bool = False,
+        whole_text: bool = False,
+        partial: bool = False,
+        timeout: float = 6.0,
+        cpu_seconds: int = 5,
+        memory_mib: int = 1024,
+        num_processes: int = 16,
+        file_mib: int = 16,
+        output_kib: int = 1024,
+    ) -> None:
+        """
+        Args:
+            tests_field: Field of the dataset row with the tests.
+            allow_execution: Run what the model writes. Without it there is no such reward.
+            allow_network: Let programs use the network.
+            allow_files: Let programs see the file system, with your rights, instead of Python's files only.
+            packages: Let programs import the packages of this Python environment, not the standard library only.
+            whole_text: The completion is the program, not the last ```` ```python ```` block in it.
+            partial: Of input and output pairs, score the share that is right.
+            timeout: Seconds a completion may take, all its pairs together. Keep it below that of the workers.
+            cpu_seconds: Processor time of a process.
+            memory_mib: Address space of a process.
+            num_processes: Processes and threads at once.
+            file_mib: What a program may write to a file, and to all of them together.
+            output_kib: What it may print.
+        """
+        if not allow_execution:
+            raise ValueError(
+                "CodeExecution runs programs the model wrote on this machine, as this user; in spite of the limits it "
+                "sets, one of them may do harm. Read tutorials/pages/code_execution.md, then set allow_execution: true"
+            )
+        if sys.platform != "linux":
+            raise ValueError(f"CodeExecution needs Linux; this is {sys.platform}")
+        limits = {"timeout": timeout, "cpu_seconds": cpu_seconds, "memory_mib": memory_mib}
+        limits |= {"num_processes": num_processes, "file_mib": file_mib, "output_kib": output_kib}
+        for name, value in limits.items():
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+        self.tests_field = tests_field
+        self.allow_network = allow_network
+        self.allow_files = allow_files
+        self.packages = packages
+        self.whole_text = whole_text
+        self.partial = partial
+        self.timeout = timeout
+        self.cpu_seconds = cpu_seconds
+        self.memory_mib = memory_mib
+        self.num_processes = num_processes
+        self.file_mib = file_mib
+        self.output_kib = output_kib
+        self._was_tried = False
+
+    def required_fields(self) -> set[str]:
+        return {self.tests_field}
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        self._tests(row)
+        if not self._was_tried:  # in a worker, a sandbox that cannot be made would be a failed score, not an error
+            self.execute("pass")
+            self._was_tried = True
+
+    def final_answer(self, text: str) -> str | None:
+        return self._program(text)
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        tests, program = self._tests(prompt.row), self._program(completion.text)
+        if program is None:
+            return 0.0
+        if isinstance(tests, str):
+            execution = self.execute(program, tests)
+            return float(execution.passed and execution.ended == "exit")
+        deadline, num_right = time.monotonic() + self.timeout, 0
+        for given, expected in tests:
+            if self._is_right(program, given, expected, deadline):
+                num_right += 1
+            elif not self.partial:
+                return 0.0
+        return num_right / len(tests)
+
+    def execute(
+        self, program: str, tests: str | None = None, stdin: str = "", timeout: float | None = None
+    ) -> Execution:
+        """Runs a program, with tests where they are given. From any thread; for looking into a score, too."""
+        request = self._request() | {
+            "program": program.encode(errors="replace"),
+            "tests": None if tests is None else tests.encode(errors="replace"),
+            "stdin": stdin.encode(errors="replace"),
+            "timeout": self.timeout if timeout is None else timeout,
+        }
+        answer = ask_sandbox(request)
+        if "refused" in answer:
+            raise SandboxUnavailable(
+                f"this system does not let CodeExecution shut programs off: {answer['refused']}. Run it where it may "
+                "make namespaces (as root, in a container that allows them, in a virtual machine), or let programs "
+                "have the network (allow_network: true) and the file system (allow_files: true). "
+                "tutorials/pages/code_execution.md says what that means"
+            )
+        texts = {name: answer[name].decode(errors="replace") for name in ("stdout", "stderr")}
+        return Execution(ended=answer["ended"], status=answer["status"], passed=answer["passed"], **texts)
+
+    def _is_right(self, program: str, given: str, expected: str, deadline: float) -> bool:
+        patience = deadline - time.monotonic()
+        if patience <= 0:
+            return False
+        execution = self.execute(program, stdin=given, timeout=patience)
+        is_well = execution.ended == "exit" and execution.status == 0
+        return is_well and execution.stdout.split() == expected.split()
+
+    def _program(self, text: str) -> str | None:
+        return text if self.whole_text else last_python_block(text)
+
+    def _tests(self, row: Mapping[str, Any]) -> str | list[tuple[str, str]]:
+        """A row's tests: Python, or pairs of input and output."""
+        tests = row[self.tests_field]
+        try:
+            return checked_source(tests) if isinstance(tests, str) else checked_pairs(tests)
+        except ValueError as error:
+            raise ValueError(f"field {self.tests_field!r} of the data holds no tests: {error}") from error
+
+    def _request(self) -> dict[str, Any]:
+        """What every run of a program has in common."""
+        python = os.path.realpath(sys.executable)  # not the one of a virtual environment, whose packages it would see
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+        return {
+            "command": [sys.executable, "-I"] if self.packages else [python, "-I", "-S"],
+            "visible": [sys.base_prefix, sys.base_exec_prefix, python] + [sys.prefix] * self.packages,
+            "environment": environment | ({"OMP_NUM_THREADS": "1"} if self.packages else {}),
+            "temporary": tempfile.gettempdir(),
+            "allow_network": self.allow_network,
+            "allow_files": self.allow_files,
+            "cpu": self.cpu_seconds,
+            "memory": self.memory_mib * 2**20,
+            "processes": self.num_processes,
+            "file_size": self.file_mib * 2**20,
+            "output": self.output_kib * 2**10,
+        }
+
+
+def ask_sandbox(request: dict[str, Any]) -> dict[str, Any]:
+    """What the sandbox, a process of its own, says of a request."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _START, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"LANG": "C.UTF-8"},  # what is not there cannot leak
+    )
+    try:
+        answer, trouble = process.communicate(sandbox_code() + marshal.dumps(request), request["timeout"] + _PATIENCE)
+    except BaseException:
+        process.terminate()  # it takes the program with it, and cleans up
+        process.communicate(timeout=_PATIENCE)
+        raise
+    if not answer:
+        raise RuntimeError(f"the sandbox of a program ended: {trouble.decode(errors='replace')[-500:]}")
+    return marshal.loads(answer)
+
+
+@cache
+def sandbox_code() -> bytes:
+    """The sandbox, compiled: a script is compiled at every start, a tenth of all the time."""
+    return marshal.dumps(compile(_SANDBOX.read_text(), str(_SANDBOX), "exec"))
+
+
+def checked_source(tests: str) -> str:
+    """Python source, or an error that says why it is none."""
+    if not tests.strip():
+        raise ValueError("the text is empty, which every answer would pass")
+    try:
+        compile(tests, "tests.py", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"it is no Python ({error})") from error
+    return tests
+
+
+def checked_pairs(tests: Any) -> list[tuple[str, str]]:
+    """Pairs of input and output, or an error that says why they are none.
+
+    >>> checked_pairs([{"input": "1 2", "output": "3"}])
+    [('1 2', '3')]
+    """
+    if not isinstance(tests, list | tuple) or not tests:
+        raise ValueError(f'it is neither Python source nor a list of {{"input": …, "output": …}}: {tests!r:.200}')
+    for pair in tests:
+        texts = [pair.get("input"), pair.get("output")] if isinstance(pair, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f'{pair!r:.200} is no {{"input": …, "output": …}} of two texts')
+    return [(pair["input"], pair["output"]) for pair in tests]
+
+
+def last_python_block(text: str) -> str | None:
+    """What stands in the last closed block that is marked as Python.
+
+    >>> last_python_block("First:\\n```python\\nx = 1\\n```\\nNo:\\n```python\\nx = 2\\n```\\nand ```python")
+    'x = 2'
+    """
+    found: str | None = None
+    block: list[str] | None = None
+    for line in text.split("\n"):
+        if block is None:
+            block = [] if line.split()[:1] and line.split()[0].lower() in _FENCES else None
+        elif line.strip() == "```":
+            found, block = "\n".join(block), None
+        else:
+            block.append(line)
+    return found

@@ -1,0 +1,138 @@
+"""Countdown: write an equation out of given numbers that comes to a target."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+from lgrpo.rewards import BatchReward, CountdownEquation
+from lgrpo.tasks.base import Split, Task
+from lgrpo.tasks.dataset import RowTask
+from lgrpo.tasks.rows import Row, kind_of
+from lgrpo.tasks.template import Template
+
+_TAGGED = Template(
+    prompt=(
+        "Write an equation with the numbers {nums} that comes to {target}. Use each number once, and +, -, * and / as "
+        "often as needed. Think step by step, then write the equation between <answer> and </answer>.\n"
+    ),
+    example_answer="<answer> {solution} </answer>",
+)
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+}
+
+
+@final
+class Countdown(RowTask):
+    """Countdown problems of TinyZero: fields ``nums`` and ``target``."""
+
+    def __init__(
+        self,
+        train: str | list[dict[str, Any]] | None = "Jiayi-Pan/Countdown-Tasks-3to4",
+        validation: str | list[dict[str, Any]] | None = None,
+        validation_split: str | None = None,
+        num_held_out: NonNegativeInt = 1024,
+        streaming: bool = False,
+        template: Template = _TAGGED,
+        reward: BatchReward = CountdownEquation(),  # noqa: B008
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            train: Hub name, folder, file or rows.
+            validation: Likewise; by default rows held out of ``train``.
+            validation_split: Split of a hub dataset or folder to validate on; the default one has none.
+            num_held_out: Training rows to validate on, chosen by the seed, where there is nothing else to validate on
+                and the training set is not a stream.
+            streaming: Read training rows as they are needed and keep none.
+            template: How a row becomes a prompt.
+            reward: How an answer is scored.
+            settings: As in ``DatasetTask``.
+        """
+        super().__init__(
+            reward,
+            train,
+            validation,
+            validation_split=validation_split,
+            template=template,
+            num_held_out=0 if streaming or validation is not None or validation_split is not None else num_held_out,
+            streaming=streaming,
+            **settings,
+        )
+
+    def read(self, row: Row, split: Split) -> Row:
+        if "nums" in row and not isinstance(row["nums"], list):
+            raise ValueError(f"nums is {kind_of(row['nums'])}, not a list of numbers")
+        return row
+
+
+@final
+class GeneratedCountdown(Task):
+    """Countdown problems made on the spot, all of them solvable. ``solution`` is one equation."""
+
+    def __init__(
+        self,
+        num_train: PositiveInt = 10_000,
+        num_validation: NonNegativeInt = 256,
+        num_numbers: list[int] | None = None,
+        max_number: PositiveInt = 99,
+        min_target: int = 10,
+        max_target: int = 99,
+        seed: int = 0,
+        template: Template = _TAGGED,
+        reward: BatchReward = CountdownEquation(),  # noqa: B008
+    ) -> None:
+        """
+        Args:
+            num_train: Problems to train on.
+            num_validation: Other problems to validate on.
+            num_numbers: How many numbers a problem may have; by default 3 or 4.
+            max_number: Largest number; the smallest is 1.
+            min_target: Smallest target.
+            max_target: Largest target.
+            seed: Makes the problems.
+            template: How a row becomes a prompt.
+            reward: How an answer is scored.
+        """
+        super().__init__(template, reward)
+        counts = [3, 4] if num_numbers is None else num_numbers
+        if not counts or not all(2 <= count <= 6 for count in counts):
+            raise ValueError(f"num_numbers is {counts}; a problem has from 2 to 6 numbers")
+        if min_target > max_target:
+            raise ValueError(f"min_target is {min_target}, above max_target, which is {max_target}")
+        chance, wanted = random.Random(seed), num_train + num_validation
+        problems: dict[tuple[int, ...], Row] = {}
+        for _ in range(1000 + 100 * wanted):
+            if len(problems) == wanted:
+                break
+            nums = [chance.randint(1, max_number) for _ in range(chance.choice(counts))]
+            target, solution = _random_equation(nums, chance)
+            if min_target <= target <= max_target:
+                question = f"Make {target} of {nums}."
+                row = {"question": question, "nums": nums, "target": target, "solution": solution}
+                problems.setdefault((target, *sorted(nums)), row)
+        if len(problems) < wanted:
+            raise ValueError(f"there are too few different problems with these numbers and targets: {len(problems)}")
+        rows = list(problems.values())
+        self._rows: dict[Split, list[Row]] = {"validation": rows[:num_validation], "train": rows[num_validation:]}
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        return self._rows[split]
+
+
+def _random_equation(nums: Sequence[int], chance: random.Random) -> tuple[int, str]:
+    """Some value that all of the numbers come to, in whole numbers throughout, and how."""
+    parts = [(number, str(number)) for number in nums]
+    while len(parts) > 1:
+        (a, left), (b, right) = (parts.pop(chance.randrange(len(parts))) for _ in range(2))
+        sign = chance.choice([sign for sign in _OPERATIONS if sign != "/" or (b != 0 and a % b == 0)])
+        parts.append((_OPERATIONS[sign](a, b), f"({left} {sign} {right})"))
+    return parts[0][0], parts[0][1].removeprefix("(").removesuffix(")")

@@ -1,0 +1,252 @@
+"""Scoring inside a run: while others are sampled, later than that, and when it fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lgrpo import ClippedLoss, Prompt, Sampling, TransformersEngine
+from lgrpo.callbacks import ExactResume, RolloutLog
+from lgrpo.data.collate import concatenate
+from lgrpo.data.late import LateGroups, completions_of, filled_up, split_groups
+from lgrpo.data.scorer import Scorer
+from lgrpo.rewards import NOT_YET, Isolated, MathVerify, Reward, Scoring, WeightedSum
+from lgrpo.tasks import SortDigits
+from tests.helpers import LowDigits, a_batch, fit, largest_difference, tiny_policy
+from tests.rewards.hostile import Fussy
+
+
+def sort_digits(reward):
+    return SortDigits(num_digits=2, num_held_out=20, reward=reward)
+
+
+class Late(Reward):
+    """The score of every third prompt comes when it has been asked for more than ``patience`` times."""
+
+    is_inline = True
+
+    def __init__(self, patience=2, every=3):
+        self.patience = patience
+        self.every = every
+        self.asked = {}
+
+    def score(self, prompt, completion):
+        key = prompt.position, tuple(completion.token_ids)
+        self.asked[key] = self.asked.get(key, 0) + 1
+        is_late = prompt.position % self.every == 0 and self.asked[key] <= self.patience
+        return NOT_YET if is_late else LowDigits().score(prompt, completion)
+
+
+class LateByRollout(Reward):
+    """Late as long as a file says so: state that lives elsewhere, as it does with people who label."""
+
+    is_inline = True
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def score(self, prompt, completion):
+        path = self.folder / f"{prompt.position}-{hash(tuple(completion.token_ids))}"
+        if prompt.position % 3 == 0 and not path.exists():
+            path.touch()
+            return NOT_YET
+        return LowDigits().score(prompt, completion)
+
+
+class TestLateScores:
+    def test_a_group_waits_and_trains_when_it_is_complete(self):
+        on_time = fit(rollouts=6, learning_rate=0.0)
+        run = fit(rollouts=6, learning_rate=0.0, data={"task": sort_digits(Late())})
+        positions = [batch.positions[batch.is_known].unique().tolist() for batch in run.recorder.rollouts]
+        assert positions[:4] == [
+            [1, 2],  # 0 and 3 are late: their places stay empty
+            [4, 5, 7],  # 6 too
+            [0, 3, 8, 10, 11],  # two asked for the third time take 9's place, and one more
+            [6, 13, 14],
+        ]
+        trained = {int(p): batch for batch in run.recorder.rollouts for p in batch.positions[batch.is_known]}
+        for batch in on_time.recorder.rollouts[:3]:
+            for p in batch.positions.unique().tolist():
+                mine, its = trained[p].positions == p, batch.positions == p
+                assert torch.equal(trained[p].rewards[mine], batch.rewards[its])
+                assert torch.equal(trained[p].behaviour_step[mine], batch.behaviour_step[its])
+                assert trained[p].loss_mask[mine].sum() == batch.loss_mask[its].sum() > 0
+        assert [row["rollout/late_waiting"] for row in run.logged] == [2, 3, 2, 3, 3, 2]
+        assert [row["rollout/late_joined"] for row in run.logged] == [0, 0, 2, 1, 1, 2]
+        assert [row["train/lag_max"] for row in run.logged] == [0, 0, 2, 2, 2, 2]
+
+    def test_an_empty_place_has_no_part_in_anything(self):
+        run = fit(rollouts=1, data={"task": sort_digits(Late())})
+        (batch,) = run.recorder.rollouts
+        known = batch.is_known
+        assert not batch.loss_mask[~known].any()
+        assert not batch.advantages[~known].any()
+        row = run.logged[0]
+        assert row["rollout/reward"] == pytest.approx(float(batch.rewards[known].mean()))
+        assert row["rollout/live_fraction"] == 1.0
+        assert batch.totals.all_sequences == 8
+
+    def test_nothing_is_there_yet(self):
+        run = fit(rollouts=3, data={"task": sort_digits(Late(patience=1, every=1))})
+        assert [row["train/step_skipped"] for row in run.logged] == [1, 0, 0]
+        assert [len(batch) for batch in run.recorder.rollouts] == [16, 16, 16]
+
+    def test_what_grows_too_old_is_dropped_and_counted(self):
+        run = fit(rollouts=6, data={"task": sort_digits(Late(patience=10**6)), "max_lag": 1})
+        assert [row["rollout/late_dropped"] for row in run.logged] == [0, 0, 2, 1, 1, 2]
+        assert sum(row["rollout/late_joined"] for row in run.logged) == 0
+        assert max(row["rollout/late_waiting"] for row in run.logged) == 3
+
+    def test_a_resumed_run_waits_for_the_same_groups(self, tmp_path):
+        def settings(name, save=False):
+            folder = tmp_path / name
+            folder.mkdir()
+            callbacks = [ExactResume()]
+            if save:
+                callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+            trainer = {"enable_checkpointing": save, "default_root_dir": str(folder)}
+            data = {"task": sort_digits(LateByRollout(folder))}
+            return {"rollouts": 5, "learning_rate": 0.5, "callbacks": callbacks, "trainer": trainer, "data": data}
+
+        straight = fit(**settings("straight", save=True))
+        for step in range(1, 5):
+            asked = settings(str(step))
+            for path in (tmp_path / "straight").glob("*-*"):  # what was asked by then
+                if int(path.name.split("-")[0]) < 4 * step:
+                    (tmp_path / str(step) / path.name).touch()
+            run = fit(**asked, ckpt_path=str(tmp_path / "straight" / f"step={step}.ckpt"))
+            assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
+
+    def test_behaviour_logprobs_of_the_policy_come_too_late(self):
+        data = {"task": sort_digits(Late()), "behaviour_logprobs": "policy"}
+        with pytest.raises(ValueError, match=r"the policy has moved on\. Use 'engine'"):
+            fit(rollouts=2, data=data)
+
+    def test_a_sum_is_late_where_a_part_is(self):
+        reward = WeightedSum({"late": Late(), "low": LowDigits()})
+        run = fit(rollouts=1, data={"task": sort_digits(reward)})
+        assert int(run.recorder.rollouts[0].is_known.sum()) == 8
+
+    def test_completions_are_asked_for_again_as_they_were(self):
+        run = fit(rollouts=1, data={"sampling": Sampling(max_tokens=6, stop=["7"])})
+        (batch,) = run.recorder.rollouts
+        for group in split_groups(batch):
+            prompt = run.data.train_prompts.at(int(group.positions[0]))
+            for row, completion in enumerate(completions_of(group, run.data.tokenizer, run.data.sampling)):
+                assert "7" not in completion.text
+                tokens = group.tokens[row, : len(prompt.token_ids) + len(completion.token_ids)].tolist()
+                assert tokens == prompt.token_ids + completion.token_ids
+                assert len(completion.logprobs) == len(completion.token_ids)
+                assert float(group.rewards[row]) == pytest.approx(LowDigits().score(prompt, completion))
+
+
+def test_groups_apart_and_together_again():
+    batch = a_batch()
+    again = concatenate(split_groups(batch))
+    assert torch.equal(
+        again.tokens * again.attention_mask, batch.tokens[:, : again.tokens.shape[1]] * again.attention_mask
+    )
+    assert torch.equal(again.rows, batch.rows)
+    larger = filled_up(batch, 12)
+    assert len(larger) == 12
+    assert larger.is_known.tolist() == [True] * 8 + [False] * 4
+    assert not larger.loss_mask[8:].any()
+    same, late = LateGroups().join(batch, ask=None, oldest_step=0)
+    assert same is batch
+    assert not late.in_play
+
+
+class Slow(Reward):
+    """Takes a while, and remembers when."""
+
+    is_inline = True
+
+    def __init__(self):
+        self.times = []
+
+    def score(self, prompt, completion):
+        self.times.append(time.monotonic())
+        return LowDigits().score(prompt, completion)
+
+
+def test_groups_are_scored_while_others_are_sampled():
+    """Two groups at a time are decoded: the first are scored before the last are sampled."""
+    reward, ended = Slow(), []
+    engine = TransformersEngine(max_sequences=4)
+    generate = engine.generate
+
+    def watched(*arguments, **settings):
+        result = generate(*arguments, **settings)
+        ended.append(time.monotonic())
+        return result
+
+    engine.generate = watched
+    run = fit(rollouts=1, data={"task": sort_digits(reward), "engine": engine, "num_prompts": 8})
+    assert len(reward.times) == 32
+    assert min(reward.times) < ended[0]
+    assert sum(when < ended[0] for when in reward.times) >= 16
+    plain = fit(rollouts=1, data={"num_prompts": 8})
+    assert torch.equal(run.recorder.rollouts[0].rewards, plain.recorder.rollouts[0].rewards)
+
+
+def test_every_group_is_announced_once_with_what_is_returned():
+    policy, engine = tiny_policy(), TransformersEngine(max_sequences=12)
+    policy.build()
+    engine.load_weights(policy.weights(), 0)
+    prompts = [
+        Prompt(text=t, token_ids=policy.tokenizer(t).input_ids, row={}, position=i)
+        for i, t in enumerate(["12>", "3>", "456>", "77>", "8>"])
+    ]
+    heard = {}
+
+    def on_group(place, completions):
+        assert place not in heard
+        heard[place] = completions
+
+    groups = engine.generate(prompts, 4, Sampling(max_tokens=20), 0, policy.tokenizer, on_group)
+    assert [heard[place] for place in range(5)] == groups
+
+
+class TestFailures:
+    def test_a_reward_of_ones_own_is_given_workers(self):
+        with pytest.warns(
+            UserWarning, match=r"the reward failed on \d+ of 16 completions; the first time: ValueError: a"
+        ):
+            run = fit(rollouts=2, data={"task": sort_digits(Fussy()), "scoring": Scoring(mask_failures=True)})
+        for batch, row in zip(run.recorder.rollouts, run.logged, strict=True):
+            assert 0 < int(batch.failed.sum()) == row["reward/failures"] == row["reward/errors"]
+            assert not batch.loss_mask[batch.failed].any()
+            assert batch.loss_mask[~batch.failed].any(1).all()
+            assert not batch.rewards[batch.failed].any()
+
+    def test_only_what_may_do_harm_is_given_workers(self):
+        scorer = Scorer(WeightedSum({"math": MathVerify(), "low": LowDigits()}, {"low": 0.5}), Scoring())
+        assert isinstance(scorer.reward.rewards["math"], Isolated)
+        assert isinstance(scorer.reward.rewards["low"], LowDigits)
+        assert scorer.reward.weights == {"math": 1.0, "low": 0.5}
+        scorer.close()
+        assert isinstance(Scorer(MathVerify(), None).reward, MathVerify)
+
+    def test_workers_end_with_the_run(self):
+        with pytest.warns(UserWarning, match="the reward failed"):
+            run = fit(rollouts=1, data={"task": sort_digits(Fussy())})
+        assert run.data._scorers == {}
+        assert not [thread for thread in threading.enumerate() if thread.name == "reward-workers"]
+
+
+def test_the_log_of_completions_with_scores_that_are_not_there(tmp_path):
+    fit(
+        rollouts=1,
+        callbacks=[RolloutLog(num_groups=4)],
+        loss=ClippedLoss(),
+        data={"task": sort_digits(Late())},
+        trainer={"default_root_dir": str(tmp_path)},
+    )
+    rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [row["reward"] is None for row in rows] == [True] * 4 + [False] * 8 + [True] * 4

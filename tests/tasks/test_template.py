@@ -1,0 +1,52 @@
+"""Prompts with examples, plain and as a chat."""
+
+from __future__ import annotations
+
+import pytest
+
+from lgrpo.policy import character_tokenizer
+from lgrpo.tasks import Template
+
+CHAT = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}{% if enable_thinking %}<think>{% endif %}"
+)
+EXAMPLES = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = character_tokenizer("0123456789+=;\n []<>aeihknstu")
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def test_examples_as_text(tokenizer):
+    template = Template(prompt="{question}=", examples=EXAMPLES, example_answer=" {solution}", separator=";")
+    text, ids = template.render({"question": "3+3"}, tokenizer)
+    assert text == "1+1= 2;2+2= 4;3+3="
+    assert tokenizer.decode(ids) == text
+
+
+def test_examples_as_turns(tokenizer):
+    text, ids = Template(chat=True, system="hi", examples=EXAMPLES).render({"question": "3+3"}, tokenizer)
+    assert text == "[s]hi[u]1+1[a]2[u]2+2[a]4[u]3+3[a]"
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_chat_template_is_given_its_options(tokenizer):
+    text, _ = Template(chat=True, chat_options={"enable_thinking": True}).render({"question": "3"}, tokenizer)
+    assert text == "[u]3[a]<think>"
+    with pytest.raises(ValueError, match=r"template\.chat_options are given to a chat template"):
+        Template(chat_options={"enable_thinking": True})
+    with pytest.raises(ValueError, match=r"template\.chat_options may not set \['tokenize'\]"):
+        Template(chat=True, chat_options={"tokenize": True})
+
+
+def test_examples_with_fields_missing():
+    with pytest.raises(ValueError, match=r"example 1 of the template has no \['solution'\], only \['question'\]"):
+        Template(examples=[EXAMPLES[0], {"question": "2"}])
+    with pytest.raises(ValueError, match=r"example 0 of the template has no \['problem'\]"):
+        Template(prompt="{problem}", examples=EXAMPLES)
+    with pytest.raises(ValueError, match="example 0 has an empty answer"):
+        Template(examples=[{"question": "2", "solution": " "}])
