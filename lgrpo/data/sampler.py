@@ -96,9 +96,11 @@ class RolloutSampler:
                 self._collate(rollout, groups[j * self.share : (j + 1) * self.share])
                 for j, rollout in enumerate(rollouts)
             ]
-        figures = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self.scorer.reward.report()
+        seconds = {f"time/{name}": seconds / len(batches) for name, seconds in self._seconds.items()}
+        means = self.scorer.reward.report()
         for j, batch in enumerate(batches):
-            batch.metrics = {name: value / len(batches) for name, value in figures.items()}
+            own_groups = groups[j * self.share : (j + 1) * self.share]
+            batch.metrics = seconds | means | self.scorer.failures([group.scores for group in own_groups])
             if self.dynamic is not None:
                 own = sum(replaced[j * self.share : (j + 1) * self.share])
                 batch.metrics["rollout/resampled_fraction"] = own / self.share

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import get_args
 
-from lgrpo.rewards import BatchReward, FailedScore, Isolated, Score, Scoring, checked_rewards
+from lgrpo.rewards import BatchReward, FailedScore, Failure, Isolated, Score, Scoring, checked_rewards
 from lgrpo.types import Completion, Prompt
 
 _GROUPS_AT_ONCE = 32
@@ -41,6 +43,14 @@ class Scorer:
         """Ends what scores."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.reward.close()
+
+    def failures(self, groups: Sequence[Sequence[Score]]) -> dict[str, float]:
+        """How many completions could not be scored, and how that came; nothing where no worker scores."""
+        if self.reward.is_inline:
+            return {}
+        kinds = Counter(score.kind for group in groups for score in group if isinstance(score, FailedScore))
+        counts = {f"reward/{kind}": float(kinds[kind]) for kind in get_args(Failure)}
+        return {"reward/failures": float(kinds.total())} | counts
 
     def look_at(self, groups: Sequence[Sequence[Score]]) -> None:
         """Warns of the first failure; where nothing has ever been scored, failing is all the reward can do."""

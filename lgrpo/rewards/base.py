@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 from lgrpo.types import Completion, Prompt
 
@@ -23,17 +23,20 @@ NOT_YET = NotYet.NOT_YET
 """What a reward answers when the score will come later: the group waits, and is asked for again before each rollout."""
 
 Score: TypeAlias = float | NotYet
+Failure: TypeAlias = Literal["timeouts", "crashes", "memory", "output", "errors"]
+"""How scoring fails: in time, by dying, by taking too much memory, by writing too much, by raising."""
 
 
 @final
 class FailedScore(float):
-    """The score of a completion whose scoring failed, and why."""
+    """The score of a completion whose scoring failed, how, and why."""
 
+    kind: Failure
     why: str
 
-    def __new__(cls, value: float, why: str = "") -> FailedScore:
+    def __new__(cls, value: float, kind: Failure, why: str) -> FailedScore:
         score = super().__new__(cls, value)
-        score.why = why
+        score.kind, score.why = kind, why
         return score
 
 
@@ -59,7 +62,7 @@ class BatchReward(ABC):
         return text.strip() or None
 
     def report(self) -> dict[str, float]:
-        """Figures to log (``reward/…``) of what was scored since the last report."""
+        """Means to log (``reward/…``) over what was scored since the last report; always the same names."""
         return {}
 
     def map_leaves(self, change: Callable[[BatchReward], BatchReward]) -> BatchReward:
@@ -141,7 +144,7 @@ def combined(value: float, parts: Sequence[Score]) -> Score:
     if any(part is NOT_YET for part in parts):
         return NOT_YET
     failed = [part for part in parts if isinstance(part, FailedScore)]
-    return FailedScore(value, failed[0].why) if failed else value
+    return FailedScore(value, failed[0].kind, failed[0].why) if failed else value
 
 
 def checked_rewards(reward: BatchReward, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:

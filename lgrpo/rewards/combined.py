@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import statistics
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -49,11 +48,10 @@ class WeightedSum(BatchReward):
         return next(iter(self.rewards.values())).final_answer(text)
 
     def report(self) -> dict[str, float]:
-        figures: Counter[str] = Counter()  # failures of several rewards add up
+        figures: dict[str, float] = {}
         for name, reward in self.rewards.items():
-            figures.update(reward.report())
-            figures.update(self._seen[name].report(f"reward/{name}"))
-        return dict(figures)
+            figures |= reward.report() | self._seen[name].report(f"reward/{name}")
+        return figures
 
     def close(self) -> None:
         for reward in self.rewards.values():
@@ -82,10 +80,10 @@ class Spread:
             self._values += [score for score in scores if not isinstance(score, NotYet)]
 
     def report(self, name: str) -> dict[str, float]:
-        """Of what was added since the last report."""
+        """Of what was added since the last report; 0 where nothing was."""
         with self._lock:
-            values, self._values = self._values, []
-        return {name: statistics.fmean(values), f"{name}_std": statistics.pstdev(values)} if values else {}
+            values, self._values = self._values or [0.0], []
+        return {name: statistics.fmean(values), f"{name}_std": statistics.pstdev(values)}
 
     def __reduce__(self) -> tuple[type[Spread], tuple[()]]:
         """Empty: what went by here did not go by there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from typing import final
 from lgrpo.rewards.base import AsyncReward, BatchReward, FailedScore, Reward, Score, WrappedReward
 from lgrpo.rewards.pool import Limits, ScoringError, WorkerPool
 from lgrpo.types import Completion, Prompt
-
-_KINDS = ("timeouts", "crashes", "errors", "memory", "output")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -64,17 +61,10 @@ class Isolated(WrappedReward):
         super().__init__(reward)
         self.scoring = scoring
         self._pool: WorkerPool | None = None
-        self._failures: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def map_leaves(self, change: Callable[[BatchReward], BatchReward]) -> BatchReward:
         return self
-
-    def report(self) -> dict[str, float]:
-        with self._lock:
-            counts, self._failures = self._failures, Counter()
-        figures = {f"reward/{kind}": float(counts[kind]) for kind in _KINDS}
-        return {"reward/failures": float(counts.total())} | figures
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         pool = self._open()
@@ -113,6 +103,4 @@ class Isolated(WrappedReward):
         try:
             return future.result()
         except ScoringError as error:
-            with self._lock:
-                self._failures[error.kind] += size
-            return [FailedScore(self.scoring.failure_score, str(error))] * size
+            return [FailedScore(self.scoring.failure_score, error.kind, str(error))] * size

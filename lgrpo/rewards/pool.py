@@ -18,17 +18,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Literal, TypeAlias
 
 import dill
 
-from lgrpo.rewards.base import NOT_YET, AsyncReward, BatchReward, Score
+from lgrpo.rewards.base import NOT_YET, AsyncReward, BatchReward, Failure, Score
 from lgrpo.types import Completion, Prompt
 
 _LONGEST_ANSWER = 2**20  # bytes
 _GRACE = 2.0  # seconds a worker that waits for many scores at once has to say which one was late
-
-Failure: TypeAlias = Literal["timeouts", "crashes", "errors", "memory", "output"]
 
 
 @dataclass(kw_only=True, frozen=True)
