@@ -5,6 +5,7 @@ Not here: sampling (engines), the loss (losses), who is trained and who is froze
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Literal, final
@@ -13,6 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,9 +23,40 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lgrpo.functional import chunked_token_logprobs
+from lgrpo.functional import chunked_token_logprobs, packed_attention
 from lgrpo.types import PolicyWeights
+
+PACKED = "lgrpo_packed"
+"""The name under which transformers knows attention without padding."""
+
+
+def _packed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """``packed_attention`` as transformers calls it: [1, heads, N, D] in, [1, N, heads, D] out.
+
+    Called without the bounds of sequences, as in ``generate``, it is transformers' own.
+    """
+    if "cu_seq_lens_q" not in options:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
+        raise NotImplementedError(f"attention with {unknown}")
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
+    bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
+    return packed_attention(query, key, value, bounds, longest, scale, options.get("sliding_window"))[None], None
+
+
+def _mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """None where nothing is padded: rows know their bounds, or are causal throughout."""
+    return None if attention_mask is None else sdpa_mask(*arguments, attention_mask=attention_mask, **options)
+
+
+AttentionInterface.register(PACKED, _packed)
+AttentionMaskInterface.register(PACKED, _mask)
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
@@ -57,7 +90,8 @@ class CausalPolicy(nn.Module):
         characters: str | None = None,
         pad_token: str | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
-        attention: str = "sdpa",
+        attention: str = "packed",
+        compile: bool = False,
         gradient_checkpointing: bool = False,
         chunk_size: int = 1024,
         trust_remote_code: bool = False,
@@ -70,7 +104,9 @@ class CausalPolicy(nn.Module):
             characters: Instead of ``tokenizer``: the alphabet of a character-level tokenizer built on the spot.
             pad_token: For a tokenizer that has none: which of its tokens pads.
             dtype: Of the trained weights. Keep float32 and use ``trainer.precision: bf16-mixed`` for speed.
-            attention: Attention implementation of transformers.
+            attention: ``packed``: rows lie behind one another without padding. Or an implementation of transformers:
+                sdpa and eager with padding, flash_attention_2 and _3 without.
+            compile: Compile the layers (``torch.compile``): slow to start, faster at every step. For GPUs.
             gradient_checkpointing: Compute activations again in the backward pass, to save memory.
             chunk_size: Tokens whose logits are held at a time.
             trust_remote_code: Let the model's repository run its own code on this machine.
@@ -93,6 +129,7 @@ class CausalPolicy(nn.Module):
         self.pad_token = pad_token
         self.dtype = getattr(torch, dtype)
         self.attention = attention
+        self.compile_layers = compile
         self.gradient_checkpointing = gradient_checkpointing
         self.chunk_size = chunk_size
         self.trust_remote_code = trust_remote_code
@@ -141,7 +178,7 @@ class CausalPolicy(nn.Module):
             return
         options = {
             "dtype": self.dtype,
-            "attn_implementation": self.attention,
+            "attn_implementation": PACKED if self.attention == "packed" else self.attention,
             "trust_remote_code": self.trust_remote_code,
         }
         for key in self.config.to_dict():  # with dropout a policy differs from itself: there would be no ratio
@@ -162,18 +199,26 @@ class CausalPolicy(nn.Module):
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._check_head()
+        self._check_packing()
+        if self.compile_layers:
+            for layer in self.model.base_model.layers:
+                layer.compile(dynamic=True)
 
     def forward(
         self, tokens: Tensor, completion_mask: Tensor, temperature: float, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """log π(token) and the entropy it was drawn at, [B, T] float32, 0 outside ``completion_mask``.
 
-        Rows are padded on the right, so causal attention alone keeps padding out.
+        Rows are a prompt, its completion, then padding; what follows a completion's last but one token predicts nothing
+        and is left out.
         """
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         sampled = completion_mask[:, 1:]  # the state at t - 1 predicts token t
+        column = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        last = torch.where(sampled, column, -1).amax(1)  # of each row, the last state that predicts a token
+        is_read = column <= last[:, None]
+        hidden = self._hidden_states(tokens[:, :-1], is_read)
         logprobs, entropy = chunked_token_logprobs(
-            hidden[:, :-1][sampled],
+            hidden[sampled[is_read]],
             self._head,
             tokens[:, 1:][sampled],
             temperature,
@@ -183,6 +228,25 @@ class CausalPolicy(nn.Module):
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         return empty.masked_scatter(completion_mask, logprobs), empty.masked_scatter(completion_mask, entropy)
 
+    def _hidden_states(self, tokens: Tensor, is_read: Tensor) -> Tensor:
+        """[N, H]: states of the tokens that are read, row after row; the rest of each row is padding on the right."""
+        if not self._packs:
+            return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[is_read]
+        lengths = is_read.sum(1)
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)[is_read]
+        longest = int(lengths.max())
+        packed = self.model.base_model(
+            input_ids=tokens[is_read][None],
+            position_ids=positions[None],
+            use_cache=False,
+            cu_seq_lens_q=bounds,
+            cu_seq_lens_k=bounds,
+            max_length_q=longest,
+            max_length_k=longest,
+        )
+        return packed.last_hidden_state[0]
+
     def weights(self) -> PolicyWeights:
         """The weights by their Hugging Face names, a tied head under both of its names."""
 
@@ -191,6 +255,11 @@ class CausalPolicy(nn.Module):
                 yield name, tensor.detach()
 
         return PolicyWeights(config=self.model.config, tensors=tensors)
+
+    @property
+    def _packs(self) -> bool:
+        """Whether rows lie behind one another, without padding."""
+        return self.attention == "packed" or self.attention.startswith("flash_attention")
 
     def _eos_token_ids(self) -> list[int]:
         """Every token that ends a sequence: the tokenizer's, the config's, and those of the generation config."""
@@ -229,3 +298,23 @@ class CausalPolicy(nn.Module):
                 f"{type(self.model).__name__} does something to its logits behind the linear head that lgrpo does not "
                 "know, so log-probabilities would be wrong"
             )
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Rows behind one another must not see each other: where this architecture lets them, they are padded."""
+        if self.attention != "packed":
+            return
+        tokens = torch.tensor([[0, 1, 2, 1], [2, 1, 0, 0]], device=self.model.device)
+        is_read = torch.tensor([[True, True, True, True], [True, True, False, False]], device=self.model.device)
+        try:
+            packed = self._hidden_states(tokens, is_read)
+        except (TypeError, ValueError, RuntimeError, NotImplementedError):
+            packed = None
+        self.attention = "sdpa"
+        self.model.set_attn_implementation("sdpa")
+        padded = self._hidden_states(tokens, is_read)
+        if packed is not None and torch.allclose(packed.float(), padded.float(), rtol=1e-2, atol=1e-2):
+            self.attention = "packed"
+            self.model.set_attn_implementation(PACKED)
+        else:
+            warnings.warn(f"{type(self.model).__name__} cannot be packed, so rows are padded", stacklevel=2)

@@ -180,3 +180,89 @@ def test_mixed_precision_trains_and_keeps_float32_logprobs():
 def test_true_half_precision_is_refused(precision):
     with pytest.raises(ValueError, match=r"rounds every float of a batch.*bf16-mixed"):
         fit(trainer={"precision": precision})
+
+
+SIZES = {
+    "qwen2": {"num_key_value_heads": 1},
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
+    "mistral": {"num_key_value_heads": 1, "sliding_window": 4},
+    "gpt_neox": {},
+}
+
+
+class TestPacking:
+    """Rows behind one another, without padding, are what rows side by side are."""
+
+    @pytest.mark.parametrize("model_type", SIZES)
+    @pytest.mark.parametrize("gradient_checkpointing", [False, True])
+    def test_the_same_logprobs_and_gradients(self, model_type, gradient_checkpointing):
+        size = {
+            "model_type": model_type,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+        }
+        found = []
+        for attention in ("sdpa", "packed"):
+            torch.manual_seed(0)
+            policy = tiny_policy(
+                config=size | SIZES[model_type],
+                attention=attention,
+                gradient_checkpointing=gradient_checkpointing,
+                chunk_size=7,
+            )
+            policy.build()
+            assert policy.attention == attention
+            batch = a_batch(size=12, width=20, seed=3)
+            logprobs, entropy = policy(batch.tokens, batch.completion_mask, 0.7)
+            (logprobs * torch.arange(20)).sum().backward()
+            found.append((logprobs, entropy, {name: p.grad for name, p in policy.named_parameters()}))
+        (padded, padded_entropy, expected), (packed, packed_entropy, gradients) = found
+        assert torch.allclose(padded, packed, atol=1e-5)
+        assert torch.allclose(padded_entropy, packed_entropy, atol=1e-5)
+        for name, gradient in expected.items():
+            difference = (gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+            assert difference < 1e-5, (name, float(difference))
+
+    def test_rows_do_not_see_each_other(self):
+        policy = tiny_policy()
+        policy.build()
+        batch = a_batch(size=8, width=12)
+        together, _ = policy(batch.tokens, batch.completion_mask, 1.0)
+        for row in range(8):
+            alone, _ = policy(batch.tokens[row : row + 1], batch.completion_mask[row : row + 1], 1.0)
+            assert torch.allclose(together[row], alone[0], atol=1e-5)
+
+    def test_what_stands_behind_a_completion_is_not_read(self):
+        policy = tiny_policy()
+        policy.build()
+        batch = a_batch()
+        before, _ = policy(batch.tokens, batch.completion_mask, 1.0)
+        changed = torch.where(batch.attention_mask, batch.tokens, 5)
+        assert torch.equal(before, policy(changed, batch.completion_mask, 1.0)[0])
+
+    def test_an_architecture_that_cannot_be_packed_is_padded(self):
+        size = {"model_type": "gemma2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        size |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 32}
+        policy = tiny_policy(config=size)
+        with pytest.warns(UserWarning, match="Gemma2ForCausalLM cannot be packed, so rows are padded"):
+            policy.build()
+        assert policy.attention == "sdpa"
+        batch = a_batch()
+        logprobs, _ = policy(batch.tokens, batch.completion_mask, 1.0)
+        assert logprobs[batch.completion_mask].lt(0).all()
+
+    def test_the_model_can_still_be_called_as_any_other(self):
+        """With padding on the left, as when it generates."""
+        policy = tiny_policy()
+        policy.build()
+        policy.model.eval()
+        ids = torch.tensor([[0, 0, 5, 7, 3], [4, 6, 5, 7, 3]])
+        mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        padded = policy.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[0, -1]
+        alone = policy.model(input_ids=ids[:1, 2:]).logits[0, -1]
+        assert torch.allclose(padded, alone, atol=1e-5)

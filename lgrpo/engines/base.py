@@ -171,6 +171,7 @@ class RolloutEngine(ABC):
         """Puts other weights in; while that lasts, and if it fails, the engine holds none."""
         self.forget()
         sent = self.receive(weights, version)
+        sent.refuse_noise()
         self.step, self.version = step, version
         return sent
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lgrpo.functional import combined_checksum, tensor_checksum
+from lgrpo.functional import as_numbers, combined_checksum, tensor_checksum
 from lgrpo.types import PolicyWeights
 
 
@@ -40,25 +40,37 @@ class Sent:
 
     dtype: torch.dtype | None = None
     """Precision of the engine; None: the policy's."""
-    checksums: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Checksums, still on the device they were taken on: fetching each by itself would wait for it."""
+    is_finite: dict[str, Tensor] = field(default_factory=dict)
 
     def through(self, weights: PolicyWeights) -> Iterator[tuple[str, Tensor]]:
-        """The weights one at a time, each in memory of its own, refused where it is not finite."""
+        """The weights one at a time, each in memory of its own."""
         for name, tensor in weights:
             tensor = tensor.detach()
             cast = tensor.to(self.dtype or tensor.dtype, copy=True)
-            if not bool(cast.sum().isfinite()):
-                raise WeightSyncError(f"the policy's {name} is not finite: an engine would sample from noise, silently")
-            self.checksums[name] = tensor_checksum(cast)
+            self.is_finite[name] = cast.sum().isfinite()
+            self.sums[name] = tensor_checksum(cast)
             self.shapes[name] = tuple(cast.shape)
             self.num_bytes += cast.numel() * cast.element_size()
             yield name, cast
 
+    @property
+    def checksums(self) -> dict[str, int]:
+        """Of every tensor that went."""
+        return as_numbers(self.sums)
+
+    def refuse_noise(self) -> None:
+        """An error where a tensor that went is not finite."""
+        if noise := [name for name, flag in as_numbers(self.is_finite).items() if not flag]:
+            raise WeightSyncError(f"the policy's {noise[0]} is not finite: an engine would sample from noise, silently")
+
     def compare(self, held: Mapping[str, int]) -> str:
         """The checksum of what the engine holds, or an error that names the first tensor that differs."""
-        for name, checksum in self.checksums.items():
+        sent = self.checksums
+        for name, checksum in sent.items():
             if name not in held:
                 raise WeightSyncError(f"the engine does not report {name}, which it was given")
             if held[name] != checksum:
@@ -66,4 +78,4 @@ class Sent:
                     f"the engine's {name} differs from the policy's after the sync (checksum {held[name]:016x}, "
                     f"expected {checksum:016x})"
                 )
-        return combined_checksum(self.checksums)
+        return combined_checksum(sent)

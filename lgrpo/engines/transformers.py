@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal, final
@@ -18,7 +19,7 @@ from transformers import (
 
 from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, eos_ids, text_before_stop
 from lgrpo.engines.ledger import Sent, WeightSyncError
-from lgrpo.functional import stream_uniform, tensor_checksum
+from lgrpo.functional import as_numbers, stream_uniform, tensor_checksum
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 
@@ -54,7 +55,10 @@ class TransformersEngine(RolloutEngine):
             example = next(iter(incoming.values()))
             with torch.device(example.device), torch.random.fork_rng(devices=[]):
                 self._model = AutoModelForCausalLM.from_config(
-                    weights.config, dtype=example.dtype, trust_remote_code=self.trust_remote_code
+                    copy.deepcopy(weights.config),  # which would take on the engine's attention, and the policy with it
+                    dtype=example.dtype,
+                    attn_implementation="sdpa",
+                    trust_remote_code=self.trust_remote_code,
                 ).eval()
             self._model.requires_grad_(False)
         own = self._model.state_dict()
@@ -65,7 +69,7 @@ class TransformersEngine(RolloutEngine):
         return sent
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:
-        return {name: tensor_checksum(tensor) for name, tensor in self._held().state_dict().items()}
+        return as_numbers({name: tensor_checksum(tensor) for name, tensor in self._held().state_dict().items()})
 
     def held_weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._held().state_dict().items()}

@@ -244,7 +244,7 @@ class VLLMEngine(RolloutEngine):
         engine, finished = self._llm.llm_engine, 0
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
         deadline = time.monotonic() + self.timeout
-        with isolated(), stance:
+        with isolated(), stance, without_collection():
             try:
                 names = self._llm.enqueue(requests, parameters, use_tqdm=False)
                 places = {name.split("-")[0]: place for place, name in enumerate(names)}  # behind it, a random part
@@ -301,6 +301,18 @@ def explain(error: Exception, config: PretrainedConfig) -> str:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No search for garbage: vLLM makes many small objects at every token, and few of them are garbage by then."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

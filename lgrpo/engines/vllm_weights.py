@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lgrpo.functional import tensor_checksum
+from lgrpo.functional import as_numbers, tensor_checksum
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -83,7 +83,7 @@ def checksums(model: nn.Module, layout: Layout) -> dict[str, int]:
     """Checksums of vLLM's own weights, under the policy's names."""
     if missing := uncovered(model, layout):
         raise LookupError(f"vLLM's {missing[0]} was not among the weights it was given")
-    return {name: tensor_checksum(tensor) for name, tensor in read_parts(model, layout)}
+    return as_numbers({name: tensor_checksum(tensor) for name, tensor in read_parts(model, layout)})
 
 
 class WeightReport:

@@ -11,9 +11,10 @@ from lgrpo.functional.advantage import (
     log_mean_exp,
 )
 from lgrpo.functional.aggregation import constant_sum, sequence_mean, token_mean
-from lgrpo.functional.checksum import combined_checksum, tensor_checksum
+from lgrpo.functional.checksum import as_numbers, combined_checksum, tensor_checksum
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
+from lgrpo.functional.packed_attention import packed_attention
 from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
@@ -38,6 +39,7 @@ __all__ = [
     "KLEstimator",
     "RatioDenominator",
     "adaptive_temperature",
+    "as_numbers",
     "bernoulli_std",
     "chunked_token_logprobs",
     "clip_band",
@@ -56,6 +58,7 @@ __all__ = [
     "majority_at_k",
     "one_side",
     "outside_band",
+    "packed_attention",
     "pass_at_k",
     "ring",
     "sequence_log_ratio",

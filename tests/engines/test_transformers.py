@@ -134,6 +134,10 @@ def test_it_holds_a_copy_not_the_policy(policy, engine):
     assert engine.step == 3
 
 
+def test_the_policys_attention_stays_its_own(policy, engine):
+    assert policy.model.config._attn_implementation == "lgrpo_packed"
+
+
 def test_no_weights_before_the_first_load(policy):
     engine = TransformersEngine()
     assert engine.step is None

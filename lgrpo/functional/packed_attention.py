@@ -1,0 +1,70 @@
+"""Causal attention over sequences that lie behind one another, without padding between them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+
+_KNOWS_WINDOWS = "window_size" in inspect.signature(varlen.varlen_attn).parameters  # older ones have is_causal
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None = None
+) -> Tensor:
+    """Attention of each token to those before it in its own sequence; [N, heads, D] in and out.
+
+    ``bounds`` [B + 1] int32 are the places where sequences begin, and N; ``longest`` is the length of the longest.
+    ``window`` is how many tokens, its own included, one sees at most. Fewer heads of keys and values are shared.
+
+    >>> q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
+    >>> both = packed_attention(q, k, v, torch.tensor([0, 2, 5], dtype=torch.int32), 3, 0.5)
+    >>> second = packed_attention(q[2:], k[2:], v[2:], torch.tensor([0, 3], dtype=torch.int32), 3, 0.5)
+    >>> torch.allclose(both[2:], second)
+    True
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, bounds, longest, scale, window)
+    return _padded(query, key, value, bounds, longest, scale, window)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """By torch's kernel for variable lengths."""
+    siblings = query.shape[1] // key.shape[1]
+    if siblings > 1:
+        key, value = key.repeat_interleave(siblings, 1), value.repeat_interleave(siblings, 1)
+    how: dict[str, Any] = {"is_causal": True}
+    if _KNOWS_WINDOWS:
+        how = {"window_size": (-1 if window is None else window - 1, 0)}
+    elif window is not None and window < longest:
+        return _padded(query, key, value, bounds, longest, scale, window)
+    return varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, **how)  # type: ignore[return-value]
+
+
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """By torch's own attention, on sequences padded for the time being."""
+    column = torch.arange(longest, device=query.device)
+    starts, lengths = bounds[:-1].long(), bounds.diff().long()
+    is_token = column < lengths[:, None]
+    places = torch.where(is_token, starts[:, None] + column, 0)
+    query, key, value = (states[places].transpose(1, 2) for states in (query, key, value))
+    mask = None
+    if window is not None and window < longest:
+        distance = column[:, None] - column
+        mask = (distance >= 0) & (distance < window)
+    is_shared = query.shape[1] != key.shape[1]
+    attended = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_shared
+    )
+    return attended.transpose(1, 2)[is_token]
