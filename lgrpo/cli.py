@@ -110,6 +110,8 @@ class LGRPOCLI(LightningCLI):
         evaluated = self._get(self.config, "checkpoints")
         if self.subcommand != "fit":
             self.run_folder = Path(run or evaluated or ".")
+            if evaluated:
+                find_checkpoints(Path(evaluated))  # before anything is built
             if evaluated and self._get(self.config, "ckpt_path"):
                 raise SystemExit("lgrpo: --checkpoints evaluates all checkpoints of a run, --ckpt_path one: not both")
             return
@@ -216,10 +218,11 @@ class LGRPOCLI(LightningCLI):
         self.datamodule.engine.close()
         if self.trainer.is_global_zero:
             figures = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+            width = max(map(len, figures), default=0) + 2
             for name, value in figures.items():
                 if not name.endswith("_stderr"):
                     error = figures.get(f"{name}_stderr")
-                    print(f"{name:<30}{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+                    print(f"{name:<{width}}{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
 
 
 class ParseOnly(LGRPOCLI):
@@ -251,12 +254,19 @@ def quiet_lightning() -> None:
 def with_config_of_run(args: list[str]) -> list[str]:
     """Before ``--checkpoints RUN``, where no ``--config`` is given, the one RUN was made with."""
     options = [arg.partition("=")[0] for arg in args]
-    if args[:1] not in (["validate"], ["test"]) or "--checkpoints" not in options or "--config" in options:
+    if args[:1] not in (["validate"], ["test"]) or "--checkpoints" not in options:
         return args
     place = options.index("--checkpoints")
-    run = args[place].partition("=")[2] or "".join(args[place + 1 : place + 2])
-    configs = sorted(Path(run).glob("config*.yaml"), key=lambda path: path.stat().st_mtime)
-    return [args[0], *([f"--config={configs[-1]}"] if configs else []), *args[1:]]
+    run = Path(args[place].partition("=")[2] or "".join(args[place + 1 : place + 2]))
+    if not run.is_dir():
+        raise SystemExit(f"lgrpo: --checkpoints names the folder of a run, and there is none at {run}")
+    if "--config" in options:
+        return args
+    config = next((folder / "config.yaml" for folder in (run, run.parent) if (folder / "config.yaml").exists()), None)
+    if config is None:
+        raise SystemExit(f"lgrpo: there is no config.yaml in {run}: give the config it was made with by --config")
+    own = ["--ckpt_path=null", *([] if "--run" in options else [f"--run={config.parent}"])]
+    return [args[0], f"--config={config}", *own, *args[1:]]
 
 
 def main(args: list[str] | None = None) -> None:

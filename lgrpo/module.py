@@ -53,6 +53,7 @@ class GRPOModule(L.LightningModule):
         self.proximal = ProximalMemory()
         self._update_started = 0.0
         self._step_is_empty = False
+        self._loaded_step = 0
 
     # What others ask for
 
@@ -70,6 +71,11 @@ class GRPOModule(L.LightningModule):
     def needs_reference(self) -> bool:
         """Whether the loss has a term in the reference."""
         return self.loss.needs_reference
+
+    @property
+    def policy_step(self) -> int:
+        """Optimizer steps the policy has made; of one that is evaluated, as its checkpoint says."""
+        return self.global_step or self._loaded_step
 
     def wants_reference_score(self, task: str) -> bool:
         """Whether there is a reference whose pass@1 on a task is not known."""
@@ -107,7 +113,8 @@ class GRPOModule(L.LightningModule):
 
     def configure_model(self) -> None:
         self.policy.build()
-        if self.needs_reference and self.reference is None:
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if self.needs_reference and self.reference is None and fitting:  # an evaluation needs the policy alone
             self.reference = copy.deepcopy(self.policy).requires_grad_(False).eval()
 
     def configure_optimizers(self) -> Any:
@@ -196,6 +203,10 @@ class GRPOModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            self._loaded_step = checkpoint["global_step"]
+            weights = checkpoint["state_dict"]
+            if self.reference is None:
+                checkpoint["state_dict"] = {n: w for n, w in weights.items() if not n.startswith("reference.")}
             return  # scores of another evaluation's settings would mislead
         state = checkpoint["grpo"]
         self.amplifications.load_scores(state["scores"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,9 +84,9 @@ class TestSeveralTasks:
 
     def test_every_problem_is_written_and_the_figures_follow_from_it(self, validated):
         figures, folder, form = validated
-        assert sorted(p.name for p in folder.iterdir()) == [f"greedy-step=0.{form}", f"step=0.{form}"]
+        assert sorted(p.name for p in folder.iterdir()) == [f"test-greedy-step=0.{form}", f"test-step=0.{form}"]
         rows = load_dataset(
-            {"jsonl": "json"}.get(form, form), data_files=str(folder / f"step=0.{form}"), split="train"
+            {"jsonl": "json"}.get(form, form), data_files=str(folder / f"test-step=0.{form}"), split="train"
         ).to_list()
         assert [row["problem"] for row in rows] == list(range(20))
         mean, error = by_hand([row["rewards"] for row in rows], 0.5)
@@ -108,8 +109,8 @@ class TestMajority:
             expected = []
             for row, right in zip(answers.tolist(), truth.tolist(), strict=True):
                 blocks = [row[i : i + k] for i in range(0, 12, k)]
-                votes = [[block.count(a) for a in range(4)] for block in blocks]
-                wins = [max(v) > 0 and v.index(max(v)) == right[0] for v in votes]
+                voted = [[a for a in block if a >= 0] for block in blocks]
+                wins = [bool(v) and max(v, key=lambda a, v=v: (v.count(a), -v.index(a))) == right[0] for v in voted]
                 expected.append(sum(wins) / len(wins))
             found = majority_at_k(answers, answers == truth, k)
             assert found.tolist() == pytest.approx(expected), k
@@ -219,6 +220,24 @@ class TestFromTheCommandLine:
         for step, figures in table.items():
             assert f"step {step}: test/pass@1 {figures['test/pass@1']:.4f} ± " in printed
 
+    def test_a_run_that_went_on_and_moved(self, run, tmp_path, capsys):
+        """Its newest config says where it went on from, and where it was."""
+        moved = tmp_path / "moved"
+        shutil.copytree(run, moved)
+        shutil.rmtree(moved / "evaluations", ignore_errors=True)
+        last = "--ckpt_path=last"
+        main(["fit", *TINY, *SHORT, "--trainer.max_epochs=4", f"--run={moved}", last, "--checkpoint.save_top_k=-1"])
+        main(["test", f"--checkpoints={moved}", "--data.evaluation.results=jsonl"])
+        assert "over 4 checkpoints" in capsys.readouterr().out
+        names = {path.name for path in (moved / "evaluations").iterdir()}
+        assert names == {"checkpoints-test.json", *(f"test-step={step}.jsonl" for step in (3, 6, 9, 12))}
+
+    def test_without_the_reference_of_the_run(self, run, capsys):
+        options = ["--model.loss.init_args.kl_coef=0", "--reference_refresh=null"]
+        main(["test", *TINY, *SHORT, *options, f"--ckpt_path={run / 'checkpoints' / 'step=6.ckpt'}"])
+        table = json.loads((run / "evaluations" / "checkpoints-test.json").read_text())
+        assert f"{table['6']['test/pass@1']:.4f} ± " in capsys.readouterr().out
+
     def test_each_is_evaluated_as_by_itself(self, run, capsys):
         table = json.loads((run / "evaluations" / "checkpoints-test.json").read_text())
         main(["test", f"--config={run / 'config.yaml'}", f"--ckpt_path={run / 'checkpoints' / 'step=6.ckpt'}"])
@@ -270,6 +289,10 @@ data:
             main(["test", *TINY, f"--checkpoints={run}", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"])
         with pytest.raises(SystemExit, match="there is no checkpoint in"):
             main(["test", *TINY, f"--checkpoints={tmp_path}"])
+        with pytest.raises(SystemExit, match="there is none at nowhere"):
+            main(["test", "--checkpoints", "nowhere"])
+        with pytest.raises(SystemExit, match=r"there is no config\.yaml in"):
+            main(["test", f"--checkpoints={tmp_path}"])
         (tmp_path / "broken.ckpt").write_bytes(b"not a checkpoint")
         with pytest.raises(SystemExit, match=r"broken\.ckpt is no checkpoint that can be read"):
             main(["test", *TINY, f"--checkpoints={tmp_path}"])

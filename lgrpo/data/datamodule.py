@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -15,11 +16,9 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
-from lgrpo.data.collate import as_rewards
 from lgrpo.data.compare import set_advantages
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator
 from lgrpo.data.late import LateGroups, completions_of, join_late
@@ -32,7 +31,7 @@ from lgrpo.data.totals import fill_totals
 from lgrpo.data.validation import validate
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
 from lgrpo.hooks import Stage, call_rollout_end, call_stage, policy_owner
-from lgrpo.rewards import Scoring
+from lgrpo.rewards import Score, Scoring
 from lgrpo.tasks import Split, Task
 from lgrpo.types import EvaluationBatch, RolloutBatch
 
@@ -206,6 +205,7 @@ class RolloutDataModule(L.LightningDataModule):
         """On every rank the rollout at hand and those in the queue; the engine's weights: what the next step needs."""
         self.schedule.wait()  # else weights might be spent on a rollout that is in neither
         own = {
+            "num_prompts": self.num_prompts,
             "rollout": self._rollout and self._rollout.state_dict(),
             "late": [group.state_dict() for group in self._late.waiting],
             "schedule": self.schedule.state_dict(),
@@ -232,15 +232,13 @@ class RolloutDataModule(L.LightningDataModule):
         late = LateGroups(waiting=[RolloutBatch.from_state_dict(group) for group in own["late"]])
         if own["rollout"] is not None:
             self._hold(RolloutBatch.from_state_dict(own["rollout"]), late)
-        for batch in [*self.schedule.ready(), *([self._rollout] if self._rollout else [])]:
-            size, whole = len(batch) * trainer.world_size, self.num_prompts * self.group_size
-            grown = batch is self._rollout and size > whole  # late groups joined it
-            if batch.group_size != self.group_size or (size != whole and not grown):
-                raise ValueError(
-                    f"the checkpoint holds rollouts of {len(batch) * trainer.world_size // batch.group_size} prompts × "
-                    f"{batch.group_size} completions, this run has data.num_prompts {self.num_prompts} and "
-                    f"data.group_size {self.group_size}: go on with the same"
-                )
+        held = [*self.schedule.ready(), *([self._rollout] if self._rollout else [])]
+        group_size = held[0].group_size if held else self.group_size
+        if (own["num_prompts"], group_size) != (self.num_prompts, self.group_size):
+            raise ValueError(
+                f"the checkpoint holds rollouts of {own['num_prompts']} prompts × {group_size} completions, this run "
+                f"has data.num_prompts {self.num_prompts} and data.group_size {self.group_size}: go on with the same"
+            )
         self.engine.load_state_dict(state["engine"])
 
     # Rollouts
@@ -272,7 +270,8 @@ class RolloutDataModule(L.LightningDataModule):
         trainer, start = self._trainer, time.perf_counter()
         batch, sync_seconds = self.schedule.get(trainer, rollout)
         oldest = 0 if self.max_lag is None else trainer.global_step + self.reuse - 1 - self.max_lag
-        batch, late = join_late(self._late, batch, self._ask_again, oldest, trainer)
+        waited = self.lead > 0 or self.schedule.generate_ahead or self.engine.can_overlap
+        batch, late = join_late(self._late, batch, self._ask_again, oldest, waited, trainer)
         if late.in_play and self.behaviour_logprobs == "policy":
             raise ValueError(
                 "a reward answered 'not yet', and data.behaviour_logprobs is 'policy': when a late group trains the "
@@ -296,12 +295,18 @@ class RolloutDataModule(L.LightningDataModule):
             recompute_logprobs(batch, self.schedule.ready(), trainer)
         return batch, late
 
-    def _ask_again(self, group: RolloutBatch) -> Tensor:
-        """The scores of a group that waits, as far as they are there by now."""
+    def _ask_again(self, groups: Sequence[RolloutBatch]) -> list[list[Score]]:
+        """The scores of groups that wait, as far as they are there by now."""
         assert self.train_prompts is not None
-        prompt = self.train_prompts.at(int(group.positions[0]))
-        completions = completions_of(group, self.tokenizer, self.sampling)
-        return as_rewards(self._scorers[""].submit(prompt, completions).result())
+        scorer = self._scorers[""]
+        prompts = [self.train_prompts.at(int(group.positions[0])) for group in groups]
+        scores_of = scorer.follow(prompts)
+        for place, group in enumerate(groups):
+            scores_of(place, completions_of(group, self.tokenizer, self.sampling))
+        scores = scores_of.result()
+        if not self.engine.can_overlap:
+            scorer.reward.report()  # these were counted when they were first asked for
+        return scores
 
     def _refuse_old(self, batch: RolloutBatch) -> None:
         """Takes completions out of the loss that would be older than ``max_lag`` at the rollout's last pass."""

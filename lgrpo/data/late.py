@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import lightning as L
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.data.collate import concatenate
+from lgrpo.data.collate import as_rewards, concatenate
 from lgrpo.engines import Sampling, text_before_stop
+from lgrpo.rewards import FailedScore, Score
 from lgrpo.types import Completion, RolloutBatch
+
+Ask: TypeAlias = Callable[[Sequence[RolloutBatch]], Sequence[Sequence[Score]]]
 
 
 @dataclass(kw_only=True)
@@ -30,9 +33,7 @@ class LateGroups:
         """Whether anything is late at all."""
         return bool(self.waiting or self.num_joined or self.num_dropped)
 
-    def join(
-        self, batch: RolloutBatch, ask: Callable[[RolloutBatch], Tensor], oldest_step: int
-    ) -> tuple[RolloutBatch, LateGroups]:
+    def join(self, batch: RolloutBatch, ask: Ask, oldest_step: int, asks_own: bool) -> tuple[RolloutBatch, LateGroups]:
         """A rollout with the late groups that are complete by now, and who waits from then on.
 
         A group of the rollout itself that is not complete leaves its place, which stays empty (its rewards NaN, out of
@@ -40,39 +41,45 @@ class LateGroups:
 
         Args:
             batch: The rollout, as sampled; unknown rewards are NaN.
-            ask: The scores of a group, asked for once more.
+            ask: The scores of groups, asked for once more, all at a time.
             oldest_step: A group sampled before this optimizer step is dropped.
+            asks_own: Ask for the rollout's own groups too: it was sampled a while ago.
         """
         if not self.waiting and not bool(batch.rewards.isnan().any()):
             return batch, LateGroups()
-        come: list[RolloutBatch] = []
-        waiting: list[RolloutBatch] = []
         young = [group for group in self.waiting if int(group.behaviour_step.min()) >= oldest_step]
-        for group in young:
-            group = replace(group, rewards=torch.where(group.rewards.isnan(), ask(group), group.rewards))
-            (waiting if bool(group.rewards.isnan().any()) else come).append(group)
-        num_joined = len(come)
-        groups = []
-        for group in split_groups(batch):
-            if not bool(group.rewards.isnan().any()):
-                groups.append(group)
-                continue
-            waiting.append(group)
-            groups.append(come.pop(0) if come else emptied(group))
-        late = LateGroups(waiting=waiting, num_joined=num_joined, num_dropped=len(self.waiting) - len(young))
-        together = concatenate([*groups, *come])
-        return replace(together, rollout=batch.rollout, metrics=batch.metrics), late
+        own = split_groups(batch)
+        asked = [*young, *(group for group in own if asks_own and is_incomplete(group))]
+        answered = {id(group): with_scores(group, scores) for group, scores in zip(asked, ask(asked), strict=True)}
+        young, own = ([answered.get(id(group), group) for group in groups] for groups in (young, own))
+        come = [group for group in young if not is_incomplete(group)]
+        waiting = [group for group in [*young, *own] if is_incomplete(group)]
+        late = LateGroups(waiting=waiting, num_joined=len(come), num_dropped=len(self.waiting) - len(young))
+        places = [group if not is_incomplete(group) else come.pop(0) if come else emptied(group) for group in own]
+        return replace(concatenate([*places, *come]), rollout=batch.rollout, metrics=batch.metrics), late
+
+
+def is_incomplete(group: RolloutBatch) -> bool:
+    """Whether a score of it is not there yet."""
+    return bool(group.rewards.isnan().any())
+
+
+def with_scores(group: RolloutBatch, scores: Sequence[Score]) -> RolloutBatch:
+    """A group with the scores that have come since."""
+    unknown = group.rewards.isnan()
+    failed = torch.tensor([isinstance(score, FailedScore) for score in scores])
+    return replace(
+        group,
+        rewards=torch.where(unknown, as_rewards(scores), group.rewards),
+        failed=torch.where(unknown, failed, group.failed),
+    )
 
 
 def join_late(
-    late: LateGroups,
-    batch: RolloutBatch,
-    ask: Callable[[RolloutBatch], Tensor],
-    oldest_step: int,
-    trainer: L.Trainer,
+    late: LateGroups, batch: RolloutBatch, ask: Ask, oldest_step: int, asks_own: bool, trainer: L.Trainer
 ) -> tuple[RolloutBatch, LateGroups]:
     """``LateGroups.join`` on every rank, all of them with rollouts of one size afterwards."""
-    batch, late = late.join(batch, ask, oldest_step)
+    batch, late = late.join(batch, ask, oldest_step, asks_own)
     most = torch.tensor([len(batch), int(late.in_play)], device=trainer.strategy.root_device)
     if trainer.world_size > 1:
         most = trainer.strategy.reduce(most, reduce_op="max")
@@ -80,6 +87,8 @@ def join_late(
     if in_play:
         counts = {"waiting": len(late.waiting), "joined": late.num_joined, "dropped": late.num_dropped}
         batch.metrics |= {f"rollout/late_{name}": float(count) for name, count in counts.items()}
+        if "reward/failures" in batch.metrics:  # late scores may fail too
+            batch.metrics["reward/failures"] = float(batch.failed[batch.is_known].sum())
     return filled_up(batch, size), late
 
 
@@ -106,7 +115,7 @@ def filled_up(batch: RolloutBatch, size: int) -> RolloutBatch:
     return concatenate([batch, *[place] * places])
 
 
-def completions_of(group: RolloutBatch, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Sequence[Completion]:
+def completions_of(group: RolloutBatch, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[Completion]:
     """A group's completions, as the engine gave them."""
     completions = []
     for row in range(len(group)):

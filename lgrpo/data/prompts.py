@@ -79,8 +79,11 @@ class PromptSet(Prompts):
         self.num_dropped = 0
         self._items: list[RenderedRow] = []
         weights: list[float] = []
+        places = task.places(split)
         for index, row in enumerate(task.rows(split)):
-            item = render_row(task, split, str(index), row, tokenizer, max_tokens, overlong)
+            known = places is not None and not places[index].startswith("row ")  # a list has no other place
+            label = f"{index} ({places[index]})" if places is not None and known else str(index)
+            item = render_row(task, split, label, row, tokenizer, max_tokens, overlong)
             weight = 1.0 if difficulty is None else row_weight(difficulty, split, index, row)
             if item is None:
                 self.num_dropped += 1
@@ -88,8 +91,13 @@ class PromptSet(Prompts):
                 self._items.append(item)
                 weights.append(weight)
         if not self._items:
-            no_weight = "" if difficulty is None else f" and has a weight in data.difficulty ({difficulty.field})"
-            raise ValueError(f"no prompt of the {split} set fits into {max_tokens} tokens{no_weight}")
+            if difficulty is not None and self.num_dropped < len(task.rows(split)):
+                values = sorted({str(row[difficulty.field]) for row in task.rows(split)})[:20]
+                raise ValueError(
+                    f"no row of the {split} set has a weight in data.difficulty: {difficulty.field} is one of "
+                    f"{values}, the weights are for {sorted(difficulty.weights)}"
+                )
+            raise ValueError(f"no prompt of the {split} set fits into {max_tokens} tokens")
         self._bounds = None if difficulty is None else torch.tensor(weights, dtype=torch.float64).cumsum(0)
         self._order: tuple[int, list[int]] = (-1, [])
 

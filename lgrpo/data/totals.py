@@ -23,13 +23,14 @@ def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
         "zero_variance": (~has_reward_variance(batch.rewards[known], batch.group_size)).sum(),
         "truncated": batch.truncated[known].sum(),
         "ranks": torch.tensor(1),
-        **{name: torch.tensor(value) for name, value in batch.metrics.items()},
+        **{name: torch.tensor(value) for name, value in _moments(batch.metrics).items()},
     }
     vector = torch.stack([value.double() for value in local.values()]).to(trainer.strategy.root_device)
     summed = trainer.strategy.reduce(vector, reduce_op="sum")
     assert isinstance(summed, torch.Tensor)
     total = dict(zip(local, summed.tolist(), strict=True))
     batch.totals = StepTotals(**{name: total[name] for name in StepTotals.__slots__})
+    figures = _deviations({name: total[name] / total["ranks"] for name in batch.metrics})
     count = max(total["all_sequences"], 1)  # none, where every score is late
     mean = total["reward"] / count
     batch.metrics = {
@@ -39,5 +40,27 @@ def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
         "rollout/completion_length": total["all_tokens"] / count,
         "rollout/truncated_fraction": total["truncated"] / count,
         "rollout/live_fraction": total["live_sequences"] / count,
-        **{name: total[name] / total["ranks"] for name in batch.metrics},
+        **figures,
     }
+
+
+def _moments(figures: dict[str, float]) -> dict[str, float]:
+    """Deviations as mean squares, which can be averaged over ranks."""
+    return {
+        name: value**2 + figures[name.removesuffix("_std")] ** 2 if _is_deviation(name, figures) else value
+        for name, value in figures.items()
+    }
+
+
+def _deviations(figures: dict[str, float]) -> dict[str, float]:
+    """The inverse."""
+    return {
+        name: max(value - figures[name.removesuffix("_std")] ** 2, 0.0) ** 0.5
+        if _is_deviation(name, figures)
+        else value
+        for name, value in figures.items()
+    }
+
+
+def _is_deviation(name: str, figures: dict[str, float]) -> bool:
+    return name.endswith("_std") and name.removesuffix("_std") in figures

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from datasets import Dataset
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.data.evaluation import Evaluator, Samples
@@ -44,8 +45,22 @@ def keep_results(name: str, samples: Samples, form: Literal["jsonl", "parquet"],
         torch.distributed.all_gather_object(tables, tables[0])
     if trainer.is_global_zero and not trainer.sanity_checking:
         table = sorted((row for table in tables for row in table), key=lambda row: row["problem"])
-        name = "-".join(part for part in (name, f"step={trainer.global_step}") if part)
-        write_results(table, run_folder(trainer) / "evaluations" / f"{name}.{form}", form)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        command = "" if fitting else "validate" if trainer.state.fn == TrainerFn.VALIDATING else "test"
+            trainer.state.fn or TrainerFn.FITTING, ""
+        )
+        parts = (command, name, f"step={policy_owner(trainer).policy_step}")
+        stem = run_folder(trainer) / "evaluations" / "-".join(part for part in parts if part)
+        path = stem.with_name(f"{stem.name}.{form}") if fitting else free_path(stem, form)
+        write_results(table, path, form)
+        if not fitting:
+            rank_zero_info(f"Every problem is in {path}")
+
+
+def free_path(stem: Path, form: str) -> Path:
+    """A path that is not taken: an evaluation never overwrites another."""
+    names = (stem.name, *(f"{stem.name}-{number}" for number in range(2, 10**4)))
+    return next(path for path in (stem.with_name(f"{name}.{form}") for name in names) if not path.exists())
 
 
 def write_results(table: list[dict[str, Any]], path: Path, form: Literal["jsonl", "parquet"]) -> None:

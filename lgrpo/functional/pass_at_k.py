@@ -24,7 +24,7 @@ def majority_at_k(answers: Tensor, correct: Tensor, k: int) -> Tensor:
     """How often the commonest of k answers is right, per problem, over as many blocks of k samples as there are.
 
     ``answers`` [problems, samples] numbers the different answers to a problem from 0; -1 has no vote. Of equally common
-    ones the lowest number wins.
+    ones the one that comes first in the block wins.
 
     >>> answers = torch.tensor([[0, 1, 1, 2], [0, 1, -1, -1], [-1, -1, -1, -1]])
     >>> correct = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
@@ -37,7 +37,9 @@ def majority_at_k(answers: Tensor, correct: Tensor, k: int) -> Tensor:
     shape = (len(answers), num_blocks, k)
     answers, correct = answers[:, : num_blocks * k].reshape(shape), correct[:, : num_blocks * k].reshape(shape)
     numbers = torch.arange(int(answers.max().clamp(min=0)) + 1, device=answers.device)
-    winner = (answers[..., None] == numbers).sum(2).argmax(-1, keepdim=True)  # the first of the largest
+    is_answer = answers[..., None] == numbers
+    rank = is_answer.sum(2) * (k + 1) - is_answer.int().argmax(2)  # by count, then by first place
+    winner = rank.argmax(-1, keepdim=True)
     first = (answers == winner).int().argmax(-1, keepdim=True)
     right = correct.gather(-1, first).squeeze(-1) & (answers >= 0).any(-1)
     return right.float().mean(1)

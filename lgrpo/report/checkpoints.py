@@ -48,7 +48,7 @@ def write_summary(table: dict[int, dict[str, float]], path: Path) -> str:
     """The figures of all checkpoints as JSON on disk; min, max, median and mean over them as a table."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({str(step): figures for step, figures in table.items()}, indent=1), encoding="utf-8")
-    names = [name for name in next(iter(table.values())) if not name.endswith("_stderr")]
+    names = [n for n in dict.fromkeys(n for figures in table.values() for n in figures) if not n.endswith("_stderr")]
     width = max(len(name) for name in names)
     lines = [f"{'over ' + str(len(table)) + ' checkpoints':<{width}}" + "".join(f"{s:>9}" for s in _STATISTICS)]
     for name in names:

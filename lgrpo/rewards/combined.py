@@ -6,9 +6,9 @@ import importlib
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, final, get_args
 
-from lgrpo.rewards.base import BatchReward, NotYet, Reward, Score, checked_rewards, combined
+from lgrpo.rewards.base import BatchReward, Failure, NotYet, Reward, Score, checked_rewards, combined
 from lgrpo.types import Completion, Prompt
 
 
@@ -24,6 +24,8 @@ class WeightedSum(BatchReward):
         """
         if not rewards:
             raise ValueError("WeightedSum has no rewards to add up")
+        if taken := sorted({"failures", *get_args(Failure)} & set(rewards)):
+            raise ValueError(f"a reward may not be called {taken}: reward/{taken[0]} counts what failed")
         if unknown := sorted(set(weights or {}) - set(rewards)):
             raise ValueError(f"there are weights for {unknown}, but the rewards are {sorted(rewards)}")
         self.rewards = rewards

@@ -25,7 +25,7 @@ class Scoring:
     memory_gib: float = 2.0
     """Memory a worker may take beyond what it starts with."""
     output_mib: float = 16.0
-    """What a worker may print, or write to a file, for a completion."""
+    """What a worker may print for a completion, and the size of any file it writes."""
     failure_score: float = 0.0
     """Reward of a completion whose scoring failed."""
     mask_failures: bool = False

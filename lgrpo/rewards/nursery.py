@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -66,6 +67,7 @@ class Serving:
     def run(self, memory: int, output: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # whatever it starts is killed with it
+        die_with_parent()
         self._limit_output(output)
         limit_memory(memory)
         with contextlib.suppress(EOFError, OSError):
@@ -135,6 +137,12 @@ def failed(error: Exception) -> dict[str, Any]:
     """An answer that says what went wrong."""
     kind = "memory" if isinstance(error, MemoryError) else "errors"
     return {"kind": kind, "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def die_with_parent() -> None:
+    """The nursery ends when the trainer does, and a worker with it, whatever it is at."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def limit_memory(num_bytes: int) -> None:

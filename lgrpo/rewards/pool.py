@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from typing import Any
 
 import dill
 
@@ -67,11 +69,25 @@ class Worker:
     pid: int
     pipe: Connection
     jobs: dict[int, Job] = field(default_factory=dict)
+    outbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._post, name="reward-outbox", daemon=True).start()
+
+    def give(self, message: Any) -> None:
+        """Sends a job without waiting: a worker that is stuck does not read, and who waited for it would be too."""
+        self.outbox.put(message)
+
+    def _post(self) -> None:
+        with contextlib.suppress(OSError, TypeError, ValueError):  # it was killed in between: its pipe is closed
+            while (message := self.outbox.get()) is not None:
+                self.pipe.send(message)
 
     def kill(self) -> None:
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.pid, signal.SIGKILL)
+        self.outbox.put(None)
         self.pipe.close()
 
 
@@ -150,21 +166,20 @@ class WorkerPool:
             grace = _GRACE if self.capacity > 1 else 0.0
             job.deadline = time.monotonic() + self.limits.timeout + grace
             worker.jobs[self._count] = job
-            with contextlib.suppress(OSError):  # it died in between: its pipe tells
-                worker.pipe.send((self._count, job.prompts, job.completions))
+            worker.give((self._count, job.prompts, job.completions))
 
     def _listen(self) -> None:
         """Waits for the next answer, the next deadline or the next job."""
         busy = [worker for worker in self.workers if worker.jobs]
         deadlines = [job.deadline for worker in busy for job in worker.jobs.values()]
         patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        ready = wait([self._ear, *(worker.pipe for worker in busy)], patience)
+        ready = wait([self._ear, *(worker.pipe for worker in self.workers)], patience)
         if self._ear in ready:
             self._ear.recv_bytes()
-        for worker in busy:
+        for worker in list(self.workers):
             if worker.pipe in ready:
                 self._hear(worker)
-            elif time.monotonic() >= min(job.deadline for job in worker.jobs.values()):
+            elif worker.jobs and time.monotonic() >= min(job.deadline for job in worker.jobs.values()):
                 self._replace(worker, "timeouts", f"a score took longer than {self.limits.timeout:g} s")
 
     def _hear(self, worker: Worker) -> None:
@@ -173,20 +188,24 @@ class WorkerPool:
         except (EOFError, OSError, ValueError):
             self._replace(worker, "crashes", "the process of a reward ended")
             return
-        if answer.get("flood"):
+        if "flood" in answer:
             self._replace(worker, "output", f"a score printed or wrote more than {self.limits.output / 2**20:g} MiB")
             return
-        job = worker.jobs.pop(answer["job"])
+        job = worker.jobs.pop(answer["job"], None)
+        if job is None:  # a child of the reward's answered too
+            return
         if "scores" in answer:
             job.future.set_result([NOT_YET if score is None else float(score) for score in answer["scores"]])
-        else:
-            job.future.set_exception(ScoringError(answer["kind"], answer["error"]))
+            return
+        job.future.set_exception(ScoringError(answer["kind"], answer["error"]))
+        if answer["kind"] == "memory":  # what it hoards, the next score would lack
+            self._replace(worker, "memory", answer["error"])
 
     def _replace(self, worker: Worker, kind: Failure, why: str) -> None:
         worker.kill()
         self.workers.remove(worker)
         jobs = list(worker.jobs.values())
-        if len(jobs) == 1:
+        if len(jobs) == 1 and (kind != "memory" or jobs[0].alone):
             jobs[0].future.set_exception(ScoringError(kind, why))
             return
         for job in jobs:  # one of them did it: each gets another chance, with nothing beside it
@@ -205,20 +224,29 @@ class Nursery:
         self._channel: socket.socket | None = None
 
     def hire(self) -> Worker:
-        """One more worker."""
-        if self._channel is None:
-            self._open()
+        """One more worker; of a nursery that was killed, from another one."""
+        for _ in range(2):
+            if self._channel is None:
+                self._open()
+            if (worker := self._ask()) is not None:
+                return worker
+            self.close()
+        raise RuntimeError("the process that starts reward workers ends again and again")
+
+    def _ask(self) -> Worker | None:
+        """A worker, unless the nursery is gone."""
         assert self._channel is not None
         own, theirs = Pipe()
         try:
             socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
             answer = self._channel.recv(32)
-        except OSError as error:
-            raise RuntimeError("the process that starts reward workers is gone") from error
+        except OSError:
+            answer = b""
         theirs.close()
-        if not answer:
-            raise RuntimeError("the process that starts reward workers is gone")
-        return Worker(int(answer), own)
+        if answer:
+            return Worker(int(answer), own)
+        own.close()
+        return None
 
     def close(self) -> None:
         if self.process is not None and self._channel is not None:
@@ -226,6 +254,15 @@ class Nursery:
             self.process.kill()
             self.process.wait()
         self.process, self._channel = None, None
+
+    def _pickled(self) -> bytes:
+        try:
+            return dill.dumps(self._reward, recurse=True)  # with what it uses of the script it was written in
+        except Exception as error:
+            raise RuntimeError(
+                f"{type(self._reward).__name__} cannot be sent to another process ({type(error).__name__}: {error}): "
+                "keep what cannot be pickled out of it, or set data.scoring to null to have it in this one"
+            ) from error
 
     def _open(self) -> None:
         own, theirs = socket.socketpair()
@@ -241,7 +278,7 @@ class Nursery:
         )
         theirs.close()
         self._channel = own
-        pickled = dill.dumps(self._reward)
+        pickled = self._pickled()
         limits = [self._limits.timeout, self._limits.memory, self._limits.output]
         own.settimeout(120)
         try:

@@ -32,6 +32,10 @@ class Task(ABC):
         There may be none to validate on; a set that is there and empty is an error.
         """
 
+    def places(self, split: Split) -> Sequence[str] | None:
+        """Where each of the rows stands in the data, in words, for messages; None where that says nothing."""
+        return None
+
     def train_stream(self) -> RowStream | None:
         """The training rows one by one, where there are too many to keep; None: ``rows`` has them."""
         return None

@@ -100,6 +100,12 @@ class RowTask(Task):
         return self._with_examples if self._num_examples else self._template
 
     def rows(self, split: Split) -> Sequence[Row]:
+        return [row for _, row in self._located(split)]
+
+    def places(self, split: Split) -> Sequence[str] | None:
+        return [place for place, _ in self._located(split)]
+
+    def _located(self, split: Split) -> list[LocatedRow]:
         if split == "validation":
             return self._validation_rows
         if self.streaming:
@@ -122,7 +128,9 @@ class RowTask(Task):
 
     @cached_property
     def _with_examples(self) -> Template:
-        return replace(self._template, examples=[*(self._template.examples or []), *map(dict, self._parts.examples)])
+        return replace(
+            self._template, examples=[*(self._template.examples or []), *(dict(row) for _, row in self._parts.examples)]
+        )
 
     @cached_property
     def _parts(self) -> _Parts:
@@ -138,14 +146,14 @@ class RowTask(Task):
         return _Parts(examples=_in_order(examples), held_out=_in_order(held_out), train=_in_order(train))
 
     @cached_property
-    def _validation_rows(self) -> list[Row]:
+    def _validation_rows(self) -> list[LocatedRow]:
         if self._num_held_out:
             return self._parts.held_out
         source = self._validation_source()
         if source is None:
             return []
         rows = self._read_table("validation", source, self._num_validation is not None)
-        shown = [_Numbered(0, row) for row in self._parts.examples] if self._num_examples else []
+        shown = [_Numbered(0, *example) for example in self._parts.examples] if self._num_examples else []
         chosen = self._take(rows, "num_validation", self._num_validation, shown)
         if not chosen:
             raise ValueError(f"no row of the validation set is left: {source.name}")
@@ -179,7 +187,7 @@ class RowTask(Task):
             if row is None:
                 num_left_out += 1
             else:
-                yield _Numbered(number, row)
+                yield _Numbered(number, located.place, row)
         if num_left_out:
             rank_zero_info(f"{num_left_out} of {len(table)} rows of the {split} set left out by {type(self).__name__}.")
 
@@ -187,7 +195,7 @@ class RowTask(Task):
         self, rows: Iterator[_Numbered], setting: str, count: int | None, but_for: Sequence[_Numbered]
     ) -> list[_Numbered]:
         """The next rows, all of them where there is no count, without copies of some others."""
-        others = {self._question(row) for _, row in but_for}
+        others = {self._question(one.row) for one in but_for}
         taken = list(islice((one for one in rows if self._question(one.row) not in others), count))
         if count is not None and len(taken) < count:
             raise ValueError(f"task.{setting} is {count}, but there are only {len(taken)} rows to choose from")
@@ -210,15 +218,16 @@ class _Numbered(NamedTuple):
     """A row and its number in the set."""
 
     number: int
+    place: str
     row: Row
 
 
 class _Parts(NamedTuple):
     """The training set, cut up."""
 
-    examples: list[Row]
-    held_out: list[Row]
-    train: list[Row]
+    examples: list[LocatedRow]
+    held_out: list[LocatedRow]
+    train: list[LocatedRow]
 
 
 @final
@@ -240,5 +249,5 @@ class _ReadStream(RowStream):
             raise ValueError(f"the train set is empty: {self._source.name}")
 
 
-def _in_order(rows: Sequence[_Numbered]) -> list[Row]:
-    return [row for _, row in sorted(rows, key=lambda one: one.number)]
+def _in_order(rows: Sequence[_Numbered]) -> list[LocatedRow]:
+    return [LocatedRow(one.place, one.row) for one in sorted(rows, key=lambda one: one.number)]

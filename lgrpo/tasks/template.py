@@ -32,6 +32,16 @@ class Template:
     """What else the chat template is given, such as ``enable_thinking: true``."""
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "example_answer"):
+            try:
+                nameless = "" in _fields(getattr(self, name))
+            except ValueError:
+                nameless = True
+            if nameless:
+                raise ValueError(
+                    f"template.{name} has a brace that encloses no field: a brace of the text itself is doubled, as in "
+                    f"\\boxed{{{{}}}}; it is {getattr(self, name)!r}"
+                )
         if self.system is not None and not self.chat:
             raise ValueError("template.system is the system message of a chat: set template.chat, or leave it out")
         if self.chat_options and not self.chat:

@@ -219,9 +219,13 @@ def measure(system: str, folder: Path, options: argparse.Namespace) -> dict[str,
     command = [sys.executable, "-m", "tests.benchmarks.step", *sys.argv[1:]]
     command += ["--inside", system, "--model", str(folder), "--out", str(out)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.limit)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.limit)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not finished after {options.limit:g} s"}
     if not out.exists():
-        return {"error": (done.stderr or done.stdout).strip().splitlines()[-1][:300]}
+        lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
+        return {"error": [line[:300] for line in lines[-3:]]}
     return json.loads(out.read_text())
 
 

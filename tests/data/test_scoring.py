@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -41,6 +43,24 @@ class Late(Reward):
         self.asked[key] = self.asked.get(key, 0) + 1
         is_late = prompt.position % self.every == 0 and self.asked[key] <= self.patience
         return NOT_YET if is_late else LowDigits().score(prompt, completion)
+
+
+class LateThenFails(Reward):
+    """In a worker: the first prompt's scores are not there at first, then cannot be had; the others' can."""
+
+    def __init__(self):
+        self.asked = set()
+
+    def score(self, prompt, completion):
+        if prompt.position == 0:
+            folder = Path(tempfile.gettempdir()) / f"lgrpo-late-{os.getppid()}"
+            folder.mkdir(exist_ok=True)
+            path = folder / str(hash(tuple(completion.token_ids)))
+            if path.exists():
+                raise ValueError("nobody knows")
+            path.touch()
+            return NOT_YET
+        return len(completion.token_ids) / 6
 
 
 class LateByRollout(Reward):
@@ -123,6 +143,26 @@ class TestLateScores:
             run = fit(**asked, ckpt_path=str(tmp_path / "straight" / f"step={step}.ckpt"))
             assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
 
+    def test_what_was_sampled_a_while_ago_is_asked_for_at_its_turn(self):
+        """A cycle sampled in one call: by the time of its later rollouts their scores have come."""
+        data = {"task": sort_digits(Late(patience=1)), "generate_ahead": True}
+        run = fit(v=4, rollouts=4, data=data)
+        assert [row.get("rollout/late_waiting", 0) for row in run.logged] == [0, 0, 0, 0]
+        assert [int(batch.is_known.sum()) for batch in run.recorder.rollouts] == [16] * 4
+
+    def test_late_scores_may_fail_too(self):
+        with pytest.warns(UserWarning, match="the reward failed"):
+            run = fit(
+                rollouts=3,
+                data={"task": sort_digits(LateThenFails()), "scoring": Scoring(mask_failures=True, failure_score=-5)},
+            )
+        joined = run.recorder.rollouts[1]
+        late = joined.is_known & (joined.positions == 0)
+        assert late.sum() == 4
+        assert joined.rewards[late].tolist() == [-5.0] * 4
+        assert not joined.loss_mask[late].any()
+        assert run.logged[1]["reward/failures"] >= 4
+
     def test_behaviour_logprobs_of_the_policy_come_too_late(self):
         data = {"task": sort_digits(Late()), "behaviour_logprobs": "policy"}
         with pytest.raises(ValueError, match=r"the policy has moved on\. Use 'engine'"):
@@ -157,7 +197,7 @@ def test_groups_apart_and_together_again():
     assert len(larger) == 12
     assert larger.is_known.tolist() == [True] * 8 + [False] * 4
     assert not larger.loss_mask[8:].any()
-    same, late = LateGroups().join(batch, ask=None, oldest_step=0)
+    same, late = LateGroups().join(batch, ask=None, oldest_step=0, asks_own=False)
     assert same is batch
     assert not late.in_play
 

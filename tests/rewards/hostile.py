@@ -59,6 +59,8 @@ class Hostile(Reward):
                 raise RuntimeError("no score today")
             case "nan":
                 return math.nan
+            case "fork":
+                os.fork()
             case "not yet":
                 return NOT_YET
             case "long error":
@@ -90,6 +92,17 @@ class Waiting(AsyncReward):
                 raise RuntimeError("no score today")
         await asyncio.sleep(0.5)
         return float(len(completion.text))
+
+
+class Hoarding(Reward):
+    """Keeps something of every completion."""
+
+    def __init__(self) -> None:
+        self.hoard: list[bytearray] = []
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        self.hoard.append(bytearray(2**26))
+        return 1.0
 
 
 class Fussy(Reward):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from lgrpo import Completion, Prompt
 from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
-from tests.rewards.hostile import Fussy, Hostile, Siblings, Unloadable, Waiting
+from tests.rewards.hostile import Fussy, Hoarding, Hostile, Siblings, Unloadable, Waiting
 
 
 def score(reward, *texts, answer="1"):
@@ -140,6 +141,15 @@ class TestAsync:
         assert scores == [1.0, -1.0, 3.0, 4.0]
         assert kinds(scores) == {"timeouts": 1}
 
+    def test_one_that_blocks_with_much_to_read_behind_it(self, reward):
+        """A worker that does not read must not stop the thread that would kill it."""
+        prompts = [Prompt(text="x" * 10**6, token_ids=[1], row={}, position=i) for i in range(12)]
+        texts = ["a", "block", *["ccc"] * 10]
+        completions = [
+            Completion(token_ids=[1], logprobs=[0.0], text=t, finish_reason="stop", behaviour_step=0) for t in texts
+        ]
+        assert list(reward(prompts, completions)) == [1.0, -1.0, *[3.0] * 10]
+
     def test_in_the_trainers_own_process(self):
         assert score(Waiting(), "a", "bb") == [1.0, 2.0]
 
@@ -147,6 +157,34 @@ class TestAsync:
             return score(Waiting(), "a", "bb")
 
         assert asyncio.run(as_in_a_notebook()) == [1.0, 2.0]
+
+
+def test_a_worker_that_dies_at_rest_costs_nothing(isolated):
+    score(isolated, "a", "bb")
+    for worker in isolated._pool.workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    time.sleep(0.5)
+    assert kinds(score(isolated, "a", "bb", "ccc")) == {}
+
+
+def test_a_nursery_that_dies_is_replaced(isolated):
+    score(isolated, "a")
+    isolated._pool.nursery.process.kill()
+    assert kinds(score(isolated, "a", "exit", "bb", "exit", "ccc")) == {"crashes": 2}
+    assert score(isolated, "a", "bb") == [1.0, 2.0]
+
+
+def test_what_a_worker_hoards_goes_with_it():
+    reward = Isolated(Hoarding(), Scoring(num_workers=1, memory_gib=0.25))
+    failed = [kinds(score(reward, "a")) for _ in range(12)]
+    assert {"memory": 1} in failed
+    assert failed.count({}) > 8
+    reward.close()
+
+
+def test_a_child_of_a_reward_that_answers_too(isolated):
+    assert score(isolated, "fork", "a", "bb", "ccc")[1:] == [1.0, 2.0, 3.0]
+    assert score(isolated, "a", "bb") == [1.0, 2.0]
 
 
 def test_what_is_killed_is_dead(isolated):
@@ -176,10 +214,14 @@ def test_a_reward_from_a_script_without_a_main_guard(tmp_path):
     script.write_text(
         "from lgrpo.rewards import Isolated, Reward, Scoring\n"
         "from lgrpo import Completion, Prompt\n"
+        "import re\n"
+        "FACTOR = 2.0\n"
         "print('once')\n"
+        "def length(text):\n"
+        "    return len(re.findall('.', text))\n"
         "class Mine(Reward):\n"
         "    def score(self, prompt, completion):\n"
-        "        return len(completion.text) * 2.0\n"
+        "        return length(completion.text) * FACTOR\n"
         "reward = Isolated(Mine(), Scoring(num_workers=1))\n"
         "prompt = Prompt(text='', token_ids=[1], row={}, position=0)\n"
         "answer = Completion(token_ids=[1], logprobs=[0.0], text='abc', finish_reason='stop', behaviour_step=0)\n"
