@@ -47,8 +47,6 @@ def keep_results(name: str, samples: Samples, form: Literal["jsonl", "parquet"],
         table = sorted((row for table in tables for row in table), key=lambda row: row["problem"])
         fitting = trainer.state.fn == TrainerFn.FITTING
         command = "" if fitting else "validate" if trainer.state.fn == TrainerFn.VALIDATING else "test"
-            trainer.state.fn or TrainerFn.FITTING, ""
-        )
         parts = (command, name, f"step={policy_owner(trainer).policy_step}")
         stem = run_folder(trainer) / "evaluations" / "-".join(part for part in parts if part)
         path = stem.with_name(f"{stem.name}.{form}") if fitting else free_path(stem, form)

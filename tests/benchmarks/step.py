@@ -70,7 +70,7 @@ def run_ours(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         compile=cuda and options.compile,
         chunk_size=4096,
     )
-    module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6, fused=cuda))
+    module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6))
     engine = VLLMEngine(
         dtype="bfloat16" if cuda else None,
         max_model_len=options.prompt_tokens + options.completion_tokens,
