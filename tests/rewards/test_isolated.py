@@ -231,12 +231,16 @@ def test_a_reward_from_a_script_without_a_main_guard(tmp_path):
     assert done.stdout.split("\n")[:2] == ["once", "[6.0]"], done.stderr
 
 
-def test_a_trainer_that_is_killed_leaves_no_worker(tmp_path):
+@pytest.mark.parametrize("at", ["nothing", "hang in C"])
+def test_a_trainer_that_is_killed_leaves_no_worker(at):
+    """Whatever its workers are at: nobody is left who would end them."""
     code = (
-        "import time\n"
-        "from tests.rewards.test_isolated import Isolated, Hostile, score\n"
-        "reward = Isolated(Hostile())\n"
+        "import threading, time\n"
+        "from tests.rewards.test_isolated import Isolated, Hostile, Scoring, score\n"
+        "reward = Isolated(Hostile(), Scoring(timeout=1000))\n"
         "score(reward, 'a', 'b')\n"
+        f"threading.Thread(target=score, args=(reward, {at!r}, {at!r}), daemon=True).start()\n"
+        "time.sleep(1)\n"
         "print(*[w.pid for w in reward._pool.workers], reward._pool.nursery.process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
