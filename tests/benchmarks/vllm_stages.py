@@ -16,28 +16,13 @@ from typing import Any
 import lightning as L
 import torch
 
-from lgrpo import CausalPolicy, ClippedLoss, Completion, Evaluation, GRPOModule, Prompt, RolloutDataModule, Sampling
+from lgrpo import CausalPolicy, ClippedLoss, Evaluation, GRPOModule, RolloutDataModule, Sampling
 from lgrpo.callbacks import WeightSync
 from lgrpo.engines import VLLMEngine
-from lgrpo.rewards import Reward
 from lgrpo.tasks import DatasetTask
+from tests.benchmarks.parity_reward import Parity
+from tests.benchmarks.step import SHAPES
 from tests.helpers import Logged
-
-SHAPES = {
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-    | {"num_key_value_heads": 2, "vocab_size": 151936},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    | {"num_key_value_heads": 2, "vocab_size": 151936},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    | {"num_key_value_heads": 1, "vocab_size": 512},
-}
-
-
-class Parity(Reward):
-    """As good as random, so that every group varies."""
-
-    def score(self, prompt: Prompt, completion: Completion) -> float:
-        return float(sum(completion.token_ids) % 2)
 
 
 def run(module: GRPOModule, engine: VLLMEngine, v: int, rollouts: int, options: argparse.Namespace) -> dict[str, Any]:
