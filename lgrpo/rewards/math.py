@@ -48,7 +48,7 @@ class MathVerify(Reward):
         gold = parse(f"${prompt.row[self.field]}$")
         if not gold:
             raise ValueError(f"field {self.field!r} of the data is no mathematics: {prompt.row[self.field]!r}")
-        return float(equal(gold, parse(completion.text)))
+        return float(equal(gold, parse(from_last_box(completion.text))))
 
 
 def last_boxed(text: str) -> str | None:
@@ -66,6 +66,18 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start:place]
     return None
+
+
+def from_last_box(text: str) -> str:
+    r"""A text from the line on in which its last ``\boxed`` stands; all of it where there is none.
+
+    Of several boxes math-verify would take whichever it can read: an answer that was taken back is not the answer.
+
+    >>> from_last_box("It is \\boxed{3}.\nNo: it is \\boxed{4}.")
+    'No: it is \\boxed{4}.'
+    """
+    box = text.rfind("\\boxed")
+    return text if box < 0 else text[text.rfind("\n", 0, box) + 1 :]
 
 
 def normal_form(answer: str) -> str:

@@ -90,6 +90,16 @@ def test_math_verify(gold, text, expected):
     assert score(MathVerify(), text, answer=gold) == expected
 
 
+def test_math_verify_takes_the_last_box():
+    """Of several boxes the library takes whichever it can read."""
+    right = "So \\boxed{49}."
+    assert score(MathVerify(), right, answer="49") == 1
+    assert score(MathVerify(), right + "\nThe answer is \\boxed{\\text{(B)}}", answer="49") == 0
+    assert score(MathVerify(), right + "\nNo: it is \\boxed{50}.", answer="49") == 0
+    assert score(MathVerify(), "Hm, \\boxed{50}.\nNo: " + right, answer="49") == 1
+    assert score(MathVerify(), "It is \\boxed{1} and \\boxed{2}.", answer="\\{1, 2\\}") == 1
+
+
 def test_math_verify_works_in_a_thread_and_in_a_worker():
     """Where generation overlaps training, scoring runs in a thread, in which the library's own alarm would fail."""
     found = []
