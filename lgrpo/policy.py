@@ -43,7 +43,7 @@ def _packed(
     if "cu_seq_lens_q" not in options:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
-        raise NotImplementedError(f"attention with {unknown}")
+        raise ValueError(f"attention with {unknown} cannot be packed")
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
@@ -308,7 +308,7 @@ class CausalPolicy(nn.Module):
         is_read = torch.tensor([[True, True, True, True], [True, True, False, False]], device=self.model.device)
         try:
             packed = self._hidden_states(tokens, is_read)
-        except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        except (TypeError, ValueError, RuntimeError):
             packed = None
         self.attention = "sdpa"
         self.model.set_attn_implementation("sdpa")

@@ -147,11 +147,10 @@ class RolloutDataModule(L.LightningDataModule):
         """Loads and checks the prompts the stage needs."""
         trainer, module = self._trainer, policy_owner(self._trainer)
         self.tokenizer = module.tokenizer
+        wanted: dict[str, tuple[Task, Evaluation]] = {"": (self.task, self.evaluation)}
+        wanted |= {name: (benchmark.task, benchmark) for name, benchmark in self.benchmarks.items()}
         self._close_scorers()
-        self._scorers = {
-            name: Scorer(task.reward, self.scoring)
-            for name, task in {"": self.task, **{name: b.task for name, b in self.benchmarks.items()}}.items()
-        }
+        self._scorers = {name: Scorer(task.reward, self.scoring) for name, (task, _) in wanted.items()}
         if stage == "fit":
             self._check_sizes(trainer)
             self.schedule.reset(trainer)
@@ -173,8 +172,6 @@ class RolloutDataModule(L.LightningDataModule):
                 world_size=trainer.world_size,
                 on_stage=self._on_stage,
             )
-        wanted: dict[str, tuple[Task, Evaluation]] = {"": (self.task, self.evaluation)}
-        wanted |= {name: (benchmark.task, benchmark) for name, benchmark in self.benchmarks.items()}
         self._evaluators = [
             self._evaluator(name, task, settings)
             for name, (task, settings) in wanted.items()

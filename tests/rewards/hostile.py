@@ -10,6 +10,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from lgrpo.rewards import NOT_YET, AsyncReward, BatchReward, Reward, Score
 from lgrpo.types import Completion, Prompt
@@ -66,6 +68,24 @@ class Hostile(Reward):
             case "long error":
                 raise RuntimeError("x" * 10**6)
         return float(len(completion.text))
+
+
+class HostileByDigit(Hostile):
+    """Goes wrong as a completion's first digit says; else the score is its length."""
+
+    WAYS: ClassVar = {
+        "0": ("hang", "timeouts"),
+        "1": ("segfault", "crashes"),
+        "2": ("allocate", "memory"),
+        "3": ("print", "output"),
+        "4": ("raise", "errors"),
+        "5": ("nan", "errors"),
+        "6": ("count", "errors"),
+    }
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        way, _ = self.WAYS.get(completions[0].text[:1], (completions[0].text, None))
+        return super().__call__(prompts, [replace(completions[0], text=way)])
 
 
 class Siblings(BatchReward):

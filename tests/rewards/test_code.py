@@ -535,7 +535,7 @@ def test_root_becomes_somebody_else_in_any_case(tmp_path):
     user, closed = result["stdout"].decode().split()
     assert 60000 < int(user) < 65534
     assert closed == "closed"
-    unreadable = stand_alone("pass", allow_files=True) | {"command": ["/root/python", "-I"]}
-    assert "cannot start /root/python" in ask([], unreadable)["refused"]
+    unreadable = stand_alone("pass", allow_files=True) | {"command": [f"{tmp_path}/python", "-I"]}
+    assert f"cannot start {tmp_path}/python" in ask([], unreadable)["refused"]
     closed_home = stand_alone("pass", allow_files=True, temporary=tmp_path)
     assert f"cannot read {tmp_path}" in ask([], closed_home)["refused"]

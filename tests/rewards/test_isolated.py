@@ -18,7 +18,7 @@ from lgrpo import Completion, Prompt
 from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
-from tests.rewards.hostile import Fussy, Hoarding, Hostile, Siblings, Unloadable, Waiting
+from tests.rewards.hostile import Fussy, Hoarding, Hostile, HostileByDigit, Siblings, Unloadable, Waiting
 
 
 def score(reward, *texts, answer="1"):
@@ -260,6 +260,29 @@ def test_in_a_run_the_metrics_say_how_many():
         failed = int((batch.rewards == -1).sum())
         assert 0 < failed < 16
         assert row["reward/failures"] == row["reward/errors"] == failed
+
+
+def test_a_run_survives_every_way_to_go_wrong():
+    reward = Isolated(HostileByDigit(), Scoring(timeout=2.0, memory_gib=0.5, failure_score=-1.0))
+    with pytest.warns(UserWarning, match="the reward failed"):
+        run = fit(
+            rollouts=2,
+            data={"task": SortDigits(num_digits=2, num_held_out=20, reward=reward), "num_prompts": 8},
+        )
+    reward.close()
+    seen = Counter()
+    for batch, row in zip(run.recorder.rollouts, run.logged, strict=True):
+        sampled = [t[m].tolist() for t, m in zip(batch.tokens, batch.completion_mask, strict=True)]
+        first = [text[:1] for text in run.data.tokenizer.batch_decode(sampled, skip_special_tokens=True)]
+        expected = Counter(HostileByDigit.WAYS[digit][1] for digit in first if digit in HostileByDigit.WAYS)
+        assert batch.failed.tolist() == [digit in HostileByDigit.WAYS for digit in first]
+        assert (batch.rewards[batch.failed] == -1).all()
+        assert (batch.rewards[~batch.failed] >= 0).all()
+        for kind in ("timeouts", "crashes", "memory", "output", "errors"):
+            assert row[f"reward/{kind}"] == expected[kind], kind
+        seen += expected
+    assert set(seen) == {"timeouts", "crashes", "memory", "output", "errors"}
+    assert run.trainer.global_step == 2
 
 
 @pytest.mark.parametrize(
