@@ -230,6 +230,7 @@ class TestPacking:
     def test_rows_do_not_see_each_other(self):
         policy = tiny_policy()
         policy.build()
+        assert policy.attention == "packed"  # and not padded, since packing went wrong
         batch = a_batch(size=8, width=12)
         together, _ = policy(batch.tokens, batch.completion_mask, 1.0)
         for row in range(8):
