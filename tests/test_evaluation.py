@@ -24,6 +24,7 @@ from lgrpo.metrics import PassAtK
 from lgrpo.rewards import NOT_YET, NumericMatch, Reward
 from lgrpo.tasks import Arithmetic, DatasetTask, SortDigits
 from tests.helpers import MODEL, LowDigits, build, fit, largest_difference
+from tests.processes import until_nobody_lives
 
 TINY = [f"--config={Path(__file__).parents[1] / 'configs' / 'tiny.yaml'}"]
 SHORT = ["--data.num_rollouts=3", "--trainer.max_epochs=3", "--data.evaluation.num_problems=16"]
@@ -327,7 +328,7 @@ data:
     process.send_signal(number)
     _, errors = process.communicate(timeout=40)
     assert process.returncode == code, errors
-    assert not [pid for pid in nurseries if Path(f"/proc/{pid}").exists()]
+    assert until_nobody_lives(lambda stat: int(stat[0]) in nurseries)
 
 
 def waiting_workers(parent: int) -> list[int]:

