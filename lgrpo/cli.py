@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -20,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lgrpo.callbacks import (
     EndAtOnce,
     ExactResume,
+    FiniteSteps,
     GracefulInterrupt,
     ReferenceRefresh,
     RolloutProgress,
@@ -27,6 +29,7 @@ from lgrpo.callbacks import (
     WeightSync,
     ZeroVarianceMask,
 )
+from lgrpo.checkpoints import newest_checkpoint, sweep_parts
 from lgrpo.data import RolloutDataModule
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
@@ -37,7 +40,10 @@ CALLBACK_KEYS = {
     "reference_refresh": ReferenceRefresh,
     "zero_variance_mask": ZeroVarianceMask,
     "validate_every": ValidateEvery,
+    "finite_steps": FiniteSteps,
 }
+RESUMABLE = 75
+"""Exit code of a run that was stopped by a signal with a checkpoint: the system's own word for "try again later"."""
 EPILOG = (
     "lgrpo plan --config … says what a config means before anything is loaded: lags, syncs, tokens, memory. "
     "lgrpo test --checkpoints RUN evaluates every checkpoint of a run."
@@ -87,6 +93,7 @@ class LGRPOCLI(LightningCLI):
         for key, callback in CALLBACK_KEYS.items():
             parser.add_subclass_arguments(callback, key, required=False)
         parser.set_defaults({"weight_sync": {"class_path": "lgrpo.WeightSync"}})
+        parser.set_defaults({"finite_steps": {"class_path": "lgrpo.callbacks.FiniteSteps"}})
         parser.add_class_arguments(ModelCheckpoint, "checkpoint")
         parser.set_defaults(
             {
@@ -118,11 +125,17 @@ class LGRPOCLI(LightningCLI):
         if evaluated:
             raise SystemExit("lgrpo: --checkpoints is for validate and test")
         resuming = self._get(self.config, "ckpt_path") is not None
+        if run and SLURMEnvironment.detect():  # a job that was requeued: Lightning goes on from where it stopped
+            resuming |= any(Path(run).glob("hpc_ckpt_*.ckpt"))
         if resuming and run is None:
             raise SystemExit("lgrpo: --ckpt_path goes on with a run: say which one with --run FOLDER")
         folder = self._get(self.config, "checkpoint").dirpath or (run and Path(run) / "checkpoints")
-        if self._get(self.config, "ckpt_path") == "last" and not list(Path(folder).glob("last*.ckpt")):
-            raise SystemExit(f"lgrpo: there is no last.ckpt in {folder} to go on from")
+        if self._get(self.config, "ckpt_path") == "last":
+            try:
+                self.config[self.subcommand].ckpt_path = str(newest_checkpoint(Path(folder)))
+            except FileNotFoundError as error:
+                raise SystemExit(f"lgrpo: {error}") from error
+            sweep_parts(Path(folder))
         self.run_folder = Path(run or os.environ.setdefault("LGRPO_RUN", f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"))
         self._claim_run_folder(resuming)
 
@@ -145,7 +158,8 @@ class LGRPOCLI(LightningCLI):
         callbacks += [c for key in CALLBACK_KEYS if (c := self._get(self.config_init, key)) is not None]
         kwargs["default_root_dir"] = str(self.run_folder)
         if self.subcommand == "fit":
-            callbacks += [ExactResume(), GracefulInterrupt()]
+            self._interrupt = GracefulInterrupt()
+            callbacks += [ExactResume(), self._interrupt]
             if settings["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
                 callbacks.append(RolloutProgress())
             if settings["enable_checkpointing"] is not False:
@@ -190,7 +204,10 @@ class LGRPOCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         run = self._get(self.config, "checkpoints")
-        if subcommand == "fit" or run is None:
+        if subcommand == "fit":
+            self._fit()
+            return
+        if run is None:
             super()._run_subcommand(subcommand)
             return
         evaluate = {"validate": self.trainer.validate, "test": self.trainer.test}[subcommand]
@@ -203,6 +220,17 @@ class LGRPOCLI(LightningCLI):
         self.datamodule.engine.close()
         if self.trainer.is_global_zero:
             print(write_summary(table, Path(run) / "evaluations" / f"checkpoints-{subcommand}.json"))
+
+    def _fit(self) -> None:
+        """A run that was stopped and can go on says so by its exit code."""
+        try:
+            super()._run_subcommand("fit")
+        except SystemExit:
+            if self._interrupt.saved is not None:
+                raise SystemExit(RESUMABLE) from None
+            if self._interrupt.signal is not None:
+                raise SystemExit(128 + self._interrupt.signal) from None
+            raise
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)

@@ -5,15 +5,21 @@ They never import each other. What one needs of another it takes from the Traine
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import lightning as L
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines import RolloutEngine
+from lgrpo.settings import Settings
 from lgrpo.types import PolicyWeights, RolloutBatch
 
 Stage = Literal["sync", "generate", "score", "update", "validate"]
@@ -44,6 +50,8 @@ class PolicyOwner(Protocol):
 
     def refresh_reference(self, decay: float = 0.0) -> None: ...
 
+    def note(self, name: str, value: float) -> None: ...
+
 
 class RolloutOwner(Protocol):
     """What callbacks ask of the data module."""
@@ -52,6 +60,8 @@ class RolloutOwner(Protocol):
     lead: int
     reuse: int
     tokenizer: PreTrainedTokenizerBase
+
+    def resume_settings(self) -> Settings: ...
 
 
 def policy_owner(trainer: L.Trainer) -> PolicyOwner:
@@ -79,6 +89,10 @@ class RolloutCallback(L.Callback):
 
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
         """The run turns to another kind of work. For displays."""
+
+    def resume_settings(self) -> Settings:
+        """What a run that goes on from a checkpoint is told of where it differs; see ``lgrpo.settings``."""
+        return {}
 
 
 def rollout_callbacks(trainer: L.Trainer) -> list[RolloutCallback]:
@@ -119,6 +133,22 @@ def run_folder(trainer: L.Trainer) -> Path:
     """Where a run's own files go: the root the user gave the Trainer, or else the logger's folder."""
     root = Path(trainer.default_root_dir)
     return root if root.resolve() != Path.cwd() or trainer.log_dir is None else Path(trainer.log_dir)
+
+
+def append_lines(trainer: L.Trainer, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Adds rows to a JSON-lines file of the run. Where that fails training goes on, and no half line is left."""
+    path = run_folder(trainer) / name
+    size = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            size = file.tell()
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        policy_owner(trainer).note("fault/file_writes", 1.0)
+        warnings.warn(f"{path} could not be written ({error.strerror}); training goes on", stacklevel=2)
 
 
 def call_stage(trainer: L.Trainer, stage: Stage) -> None:

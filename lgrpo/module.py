@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +21,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.functional import kl_divergence
+from lgrpo.hooks import rollout_callbacks, rollout_owner
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
 from lgrpo.policy import CausalPolicy
+from lgrpo.settings import (
+    ResumeError,
+    Settings,
+    architecture_of,
+    compare_settings,
+    describe,
+    tokenizer_fingerprint,
+)
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
 
 
@@ -53,7 +64,10 @@ class GRPOModule(L.LightningModule):
         self.proximal = ProximalMemory()
         self._update_started = 0.0
         self._step_is_empty = False
+        self._rollout_metrics: dict[str, float] = {}
         self._loaded_step = 0
+        self._noted: defaultdict[str, float] = defaultdict(float)
+        self._failed_loggers: set[int] = set()
 
     # What others ask for
 
@@ -109,6 +123,10 @@ class GRPOModule(L.LightningModule):
             own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
         self.amplifications.reference_moved(self.global_step, copied=decay == 0)
 
+    def note(self, name: str, value: float) -> None:
+        """Adds to a figure of the step at hand."""
+        self._noted[name] += value
+
     # Lightning's hooks
 
     def configure_model(self) -> None:
@@ -147,6 +165,7 @@ class GRPOModule(L.LightningModule):
         logprobs = self._logprobs(batch)
         output = self.loss(batch, logprobs)
         self._step_is_empty = batch.totals.live_tokens == 0
+        self._rollout_metrics = batch.metrics
         kl_reference = (
             None if logprobs.reference is None else kl_divergence(logprobs.policy.detach(), logprobs.reference)
         )
@@ -164,15 +183,6 @@ class GRPOModule(L.LightningModule):
         # Lightning divides by the number of micro-batches and averages over ranks; the totals have done both already
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
-    def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.trainer.accumulate_grad_batches:
-            return
-        figures = {f"train/{name}": value for name, value in self.step_metrics.compute().items()}
-        self.step_metrics.reset()
-        figures["train/step_skipped"] = float(self._step_is_empty)
-        figures["time/update"] = time.perf_counter() - self._update_started
-        self._publish(figures | batch.metrics)
-
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
@@ -182,6 +192,12 @@ class GRPOModule(L.LightningModule):
                 optimizer_closure()
         else:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        figures = {f"train/{name}": value for name, value in self.step_metrics.compute().items()}
+        self.step_metrics.reset()
+        figures["train/step_skipped"] = float(self._step_is_empty)
+        figures["time/update"] = time.perf_counter() - self._update_started
+        self._publish(figures | self._rollout_metrics | self._noted)
+        self._noted.clear()
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         self.amplifications[batch.task].update(batch.correct, batch.answers, batch.reference_correct)
@@ -199,7 +215,8 @@ class GRPOModule(L.LightningModule):
         ranks: list[Any] = [self.proximal.state_dict()] * self.trainer.world_size
         if self.trainer.world_size > 1:
             torch.distributed.all_gather_object(ranks, ranks[0])
-        checkpoint["grpo"] = {"scores": self.amplifications.scores(), "proximal": ranks}
+        scores, settings = self.amplifications.scores(), self._resume_settings()
+        checkpoint["grpo"] = {"scores": scores, "proximal": ranks, "settings": settings}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
@@ -208,10 +225,25 @@ class GRPOModule(L.LightningModule):
             if self.reference is None:
                 checkpoint["state_dict"] = {n: w for n, w in weights.items() if not n.startswith("reference.")}
             return  # scores of another evaluation's settings would mislead
+        if "grpo" not in checkpoint:
+            raise ResumeError("the checkpoint was not written by a GRPOModule: there is no rollout to go on with in it")
         state = checkpoint["grpo"]
+        compare_settings(state["settings"], self._resume_settings())
         self.amplifications.load_scores(state["scores"])
-        if len(state["proximal"]) == self.trainer.world_size:
-            self.proximal.load_state_dict(state["proximal"][self.trainer.global_rank])
+        self.proximal.load_state_dict(state["proximal"][self.trainer.global_rank])
+
+    def _resume_settings(self) -> Settings:
+        """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
+        callbacks = [callback.resume_settings() for callback in rollout_callbacks(self.trainer)]
+        return {
+            "model": architecture_of(self.policy.model.config),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "loss": describe(self.loss),
+            "world size": self.trainer.world_size,
+            "trainer.accumulate_grad_batches": self.trainer.accumulate_grad_batches,
+            **rollout_owner(self.trainer).resume_settings(),
+            **{name: value for settings in callbacks for name, value in settings.items()},
+        }
 
     # Inside a step
 
@@ -228,16 +260,24 @@ class GRPOModule(L.LightningModule):
     def _publish(self, figures: dict[str, float]) -> None:
         """To the loggers, and to callbacks that monitor a figure; row s tells of the step from s to s + 1.
 
+        A checkpoint of step s + 1 is written after it, so that no row is lost with the process in between.
         ``self.log`` would do the same at a tenth of a step's cost in a small model: it treats each figure by itself.
         """
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
-        if self.global_step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self._to_loggers(figures, self.global_step - 1)
+        if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._to_loggers(figures, self.global_step)
 
     def _to_loggers(self, figures: dict[str, float], step: int) -> None:
-        for logger in self.trainer.loggers:
-            logger.log_metrics(figures, step=step)
-            logger.save()
+        for place, logger in enumerate(self.trainer.loggers):
+            try:
+                logger.log_metrics(figures, step=step)
+                logger.save()
+            except Exception as error:  # a full disk, a server that is gone: what is to be logged is worth more
+                self.note("fault/logger_writes", 1.0)
+                if place not in self._failed_loggers:
+                    self._failed_loggers.add(place)
+                    name = type(logger).__name__
+                    warnings.warn(f"{name} failed ({type(error).__name__}: {error}); training goes on", stacklevel=2)
 
     def _log_pass_at_k(self, prefix: str) -> None:
         figures = {f"{prefix}/{name}": value for name, value in self.amplifications.compute(self.global_step).items()}

@@ -91,6 +91,7 @@ class Logged(L.Callback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
+        self.first: int | None = None  # a run that goes on begins later
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         self._take(trainer)
@@ -99,7 +100,9 @@ class Logged(L.Callback):
         self._take(trainer)
 
     def _take(self, trainer: L.Trainer) -> None:
-        if len(self.rows) < trainer.global_step:
+        if self.first is None:
+            self.first = trainer.global_step
+        if len(self.rows) < trainer.global_step - self.first:
             self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
@@ -120,6 +123,7 @@ def build(
     data: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     seed: int = 0,
+    optimizer: Any = torch.optim.SGD,
 ) -> Run:
     """A module, a data module and a Trainer that have not met yet."""
     L.seed_everything(seed, verbose=False)
@@ -128,7 +132,7 @@ def build(
     module = GRPOModule(
         policy,
         loss or ClippedLoss(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=learning_rate),
+        optimizer=lambda parameters: optimizer(parameters, lr=learning_rate),
     )
     settings: dict[str, Any] = {
         "task": SortDigits(num_digits=2, num_held_out=20, reward=LowDigits()),

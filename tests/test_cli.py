@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from lgrpo.cli import LGRPOCLI, main
+from lgrpo.cli import LGRPOCLI, RESUMABLE, main
 from lgrpo.report import read_series
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -170,7 +170,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on_exactly(tmp_path):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == RESUMABLE
     assert "nothing is lost" in out + err
     assert "--ckpt_path last" in out + err
     assert "Traceback" not in err
@@ -192,7 +192,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on_exactly(tmp_path):
 def test_going_on_needs_to_know_with_what(tmp_path):
     with pytest.raises(SystemExit, match="say which one with --run"):
         main(["fit", *with_base("tiny.yaml"), "--ckpt_path=last"])
-    with pytest.raises(SystemExit, match=r"there is no last\.ckpt in"):
+    with pytest.raises(SystemExit, match="there is no checkpoint in"):
         main(["fit", *with_base("tiny.yaml"), f"--run={tmp_path}", "--ckpt_path=last"])
 
 

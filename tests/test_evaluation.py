@@ -299,7 +299,10 @@ data:
             main(["test", *TINY, f"--checkpoints={tmp_path}"])
 
 
-@pytest.mark.parametrize(("command", "number", "code"), [("test", signal.SIGTERM, 143), ("fit", signal.SIGINT, 1)])
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [("test", signal.SIGTERM, 143), ("fit", signal.SIGINT, 130), ("fit", signal.SIGTERM, 143)],
+)
 def test_a_run_that_waits_for_scores_can_be_ended(tmp_path, command, number, code):
     """Every worker hangs, and would for half an hour; a signal ends all of it."""
     (tmp_path / "graders.py").write_text("import time\n\ndef wait(text, row):\n    time.sleep(1800)\n")

@@ -12,9 +12,9 @@ import lgrpo
 ROOT = Path(lgrpo.__file__).parent
 LAYERS = [
     {"types"},
-    {"functional"},
+    {"functional", "settings"},
     {"metrics", "rewards"},
-    {"advantages", "losses", "policy", "engines", "hooks", "tasks"},
+    {"advantages", "losses", "policy", "engines", "hooks", "tasks", "checkpoints"},
     {"module", "data", "callbacks"},
     {"report", "plan"},
     {"cli"},

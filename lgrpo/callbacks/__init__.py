@@ -2,6 +2,7 @@
 
 from lgrpo.callbacks.end_at_once import EndAtOnce
 from lgrpo.callbacks.exact_resume import ExactResume
+from lgrpo.callbacks.finite_steps import FiniteSteps
 from lgrpo.callbacks.interrupt import GracefulInterrupt
 from lgrpo.callbacks.overlong_mask import OverlongMask
 from lgrpo.callbacks.progress import RolloutProgress
@@ -16,6 +17,7 @@ from lgrpo.hooks import RolloutCallback
 __all__ = [
     "EndAtOnce",
     "ExactResume",
+    "FiniteSteps",
     "GracefulInterrupt",
     "OverlongMask",
     "ReferenceRefresh",

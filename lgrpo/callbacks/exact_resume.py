@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
 import torch
+
+from lgrpo.checkpoints import WholeCheckpointIO, write_whole
+from lgrpo.hooks import policy_owner
+from lgrpo.settings import ResumeError
 
 
 class ExactResume(L.Callback):
@@ -22,18 +27,41 @@ class ExactResume(L.Callback):
             seed: Of dropout, where the policy has any: keyed by step and micro-batch instead of saved.
         """
         self.seed = seed
+        self._failures = 0
+        self._validated = -1
+        self._owes_validation = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            write_whole(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._validated = trainer.global_step
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        is_due = trainer.global_step > 0 and fetcher is not None and loop._should_check_val_fx(fetcher)
+        checkpoint["owes_validation"] = is_due and self._validated != trainer.global_step
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if type(data).__qualname__ not in checkpoint:  # Lightning would pass over it
+            raise ResumeError(
+                f"the checkpoint holds no state of a {type(data).__qualname__}, so no rollout to go on with"
+            )
+        self._owes_validation = checkpoint["owes_validation"]
         step = checkpoint["global_step"]
         if step == 0:  # nothing was trained: begin afresh
             checkpoint["loops"].pop("fit_loop", None)
             return
         loops = checkpoint["loops"]["fit_loop"]
         epoch, batch = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-        surplus = batch["current"]["processed"] % trainer.accumulate_grad_batches
+        before = checkpoint["grpo"]["settings"]["trainer.accumulate_grad_batches"]
+        surplus = batch["current"]["processed"] % before
         batch["is_last_batch"] &= surplus == 0 and batch["current"]["processed"] == batch["current"]["ready"]
         for count in (batch["current"], batch["total"]):
-            done = count["processed"] - surplus
+            done = (count["processed"] - surplus) // before * trainer.accumulate_grad_batches
             count.update(ready=done, started=done, processed=done, completed=done - 1)
         for count in (epoch["current"], epoch["total"]):
             started = count["started"]
@@ -46,9 +74,33 @@ class ExactResume(L.Callback):
                 f"an epoch of {trainer.num_training_batches} batches is not a whole number of optimizer steps of "
                 f"{trainer.accumulate_grad_batches} micro-batches: mend trainer.limit_train_batches"
             )
+        if trainer.global_step:
+            warn_of_optimizer(trainer)
+        if self._owes_validation:  # the process ended between a step and its validation, which Lightning would skip
+            self._owes_validation = False
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         micro_batch = batch_idx % trainer.accumulate_grad_batches
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if isinstance(checkpoint_io, WholeCheckpointIO) and checkpoint_io.num_failures > self._failures:
+            policy_owner(trainer).note("fault/checkpoint_writes", checkpoint_io.num_failures - self._failures)
+            self._failures = checkpoint_io.num_failures
         torch.manual_seed(hash((self.seed, trainer.global_rank, trainer.global_step, micro_batch)) % 2**63)
+
+
+def warn_of_optimizer(trainer: L.Trainer) -> None:
+    """An optimizer comes out of a checkpoint with its settings, whatever was asked for."""
+    for optimizer in trainer.optimizers:
+        group, wanted = optimizer.param_groups[0], optimizer.defaults
+        found = {name: group.get(f"initial_{name}", group.get(name)) for name in wanted}
+        if ignored := [f"{n} {v} (not {wanted[n]})" for n, v in found.items() if _differs(v, wanted[n])]:
+            warnings.warn(f"the optimizer goes on as the checkpoint has it: {', '.join(ignored)}", stacklevel=2)
+
+
+def _differs(value: Any, wanted: Any) -> bool:
+    return isinstance(wanted, int | float) and isinstance(value, int | float) and value != wanted

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import lightning as L
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lgrpo.hooks import RolloutCallback, Stage, rollout_owner, run_folder
+from lgrpo.hooks import RolloutCallback, Stage, append_lines, rollout_owner
 from lgrpo.types import RolloutBatch
 
 COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag")
@@ -38,10 +37,7 @@ class RolloutLog(RolloutCallback):
             return
         batch, self._batch = self._batch, None
         table = [self._row(trainer, batch, i) for i in range(min(self.num_groups * batch.group_size, len(batch)))]
-        path = run_folder(trainer) / "completions.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
+        append_lines(trainer, "completions.jsonl", table)
         for logger in trainer.loggers:
             _log_table(logger, table, trainer.global_step)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import contextlib
 
 import lightning as L
 from jsonargparse.typing import PositiveInt
 
-from lgrpo.engines import SyncRecord
-from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner, run_folder
+from lgrpo.hooks import RolloutCallback, append_lines, policy_owner, rollout_owner, run_folder
+from lgrpo.settings import Settings
+
+LEDGER = "syncs.jsonl"
 
 
 class WeightSync(RolloutCallback):
@@ -27,6 +28,7 @@ class WeightSync(RolloutCallback):
         if period is not None and period < 1:
             raise ValueError(f"weight_sync.period is {period}; it counts rollouts, 1 or more")
         self.period = None if period is None else int(period)
+        self._is_written = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         others = [c for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
@@ -35,19 +37,29 @@ class WeightSync(RolloutCallback):
                 f"the Trainer has {len(others)} WeightSync callbacks (periods {[c.period for c in others]}): the "
                 "engine can follow only one"
             )
+        self._is_written = False
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
         data = rollout_owner(trainer)
         since = rollout - data.lead  # rollouts trained on by now
-        if rollout == 0 or (self.period is not None and since >= 0 and since % self.period == 0):
+        is_due = self.period is not None and since >= 0 and since % self.period == 0
+        if rollout == 0 or is_due or data.engine.spent:  # spent: after a resume with another period
             weights = policy_owner(trainer).policy_weights()
-            num_rollouts = data.lead if rollout < data.lead else self.period
-            record = data.engine.load_weights(weights, trainer.global_step, num_rollouts)
-            if trainer.is_global_zero:
-                self._write(run_folder(trainer) / "syncs.jsonl", record)
+            num_rollouts = data.lead if rollout < data.lead else self.period and self.period - since % self.period
+            data.engine.load_weights(weights, trainer.global_step, num_rollouts)
+            self._write(trainer)
 
-    @staticmethod
-    def _write(path: Path, record: SyncRecord) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record.as_dict()) + "\n")
+    def resume_settings(self) -> Settings:
+        return {"weight_sync": {"class": type(self).__name__, "period": self.period}}
+
+    def _write(self, trainer: L.Trainer) -> None:
+        """Adds the sync to the run's ledger; after a resume first drops those that are to come again."""
+        if not trainer.is_global_zero:
+            return
+        ledger = rollout_owner(trainer).engine.ledger
+        path = run_folder(trainer) / LEDGER
+        if not self._is_written:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        append_lines(trainer, LEDGER, [record.as_dict() for record in (ledger[-1:] if self._is_written else ledger)])
+        self._is_written = True

@@ -32,6 +32,7 @@ from lgrpo.data.validation import validate
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
 from lgrpo.hooks import Stage, call_rollout_end, call_stage, policy_owner
 from lgrpo.rewards import Score, Scoring
+from lgrpo.settings import Settings, describe
 from lgrpo.tasks import Split, Task
 from lgrpo.types import EvaluationBatch, RolloutBatch
 
@@ -140,6 +141,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._rollout: RolloutBatch | None = None
         self._pieces: list[RolloutBatch] = []
         self._handed_over: float | None = None
+        self._fingerprint = ""
 
     # What Lightning asks for
 
@@ -156,6 +158,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.schedule.reset(trainer)
             self._rollout, self._late = None, LateGroups()  # nothing of an earlier fit stays
             self.train_prompts = self._prompts(self.task, "train", self.sampling)
+            self._fingerprint = self.train_prompts.fingerprint()
             if self.dynamic_sampling is not None and self.train_prompts.is_streamed:
                 raise ValueError("data.dynamic_sampling draws prompts from anywhere: a streamed set cannot give them")
             self._sampler = RolloutSampler(
@@ -188,6 +191,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         self._close_scorers()  # else their threads would keep the process until the last score is there
+        self.schedule.close()
 
     def train_dataloader(self) -> RolloutBuffer:
         return RolloutBuffer(self)
@@ -199,10 +203,11 @@ class RolloutDataModule(L.LightningDataModule):
         return EvaluationBuffer(self._evaluate, len(self._evaluators))
 
     def state_dict(self) -> dict[str, Any]:
-        """On every rank the rollout at hand and those in the queue; the engine's weights: what the next step needs."""
-        self.schedule.wait()  # else weights might be spent on a rollout that is in neither
+        """On every rank the rollout at hand and those in the queue; the engine's weights: what the next step needs.
+
+        What is being sampled meanwhile is not waited for: it is sampled again after a resume, from the same weights.
+        """
         own = {
-            "num_prompts": self.num_prompts,
             "rollout": self._rollout and self._rollout.state_dict(),
             "late": [group.state_dict() for group in self._late.waiting],
             "schedule": self.schedule.state_dict(),
@@ -219,24 +224,28 @@ class RolloutDataModule(L.LightningDataModule):
         trainer = self._trainer
         if trainer.state.fn != TrainerFn.FITTING:  # validation needs the policy alone
             return
-        if len(state["ranks"]) != trainer.world_size:
-            raise ValueError(
-                f"the checkpoint was written by {len(state['ranks'])} processes, this run has {trainer.world_size}: "
-                "a rollout in the middle of its passes cannot be dealt anew"
-            )
         own = state["ranks"][trainer.global_rank]
         self.schedule.load_state_dict(own["schedule"])
         late = LateGroups(waiting=[RolloutBatch.from_state_dict(group) for group in own["late"]])
         if own["rollout"] is not None:
             self._hold(RolloutBatch.from_state_dict(own["rollout"]), late)
-        held = [*self.schedule.ready(), *([self._rollout] if self._rollout else [])]
-        group_size = held[0].group_size if held else self.group_size
-        if (own["num_prompts"], group_size) != (self.num_prompts, self.group_size):
-            raise ValueError(
-                f"the checkpoint holds rollouts of {own['num_prompts']} prompts × {group_size} completions, this run "
-                f"has data.num_prompts {self.num_prompts} and data.group_size {self.group_size}: go on with the same"
-            )
         self.engine.load_state_dict(state["engine"])
+
+    def resume_settings(self) -> Settings:
+        """What a run that goes on must have in common with this one, or be told of."""
+        return {
+            "data.num_prompts": self.num_prompts,
+            "data.group_size": self.group_size,
+            "data.reuse": self.reuse,
+            "data.lead": self.lead,
+            "data.prompts": self._fingerprint,
+            "data.seed": self.seed,
+            "data.shuffle": self.shuffle,
+            "data.sampling": describe(self.sampling),
+            "data.dynamic_sampling": describe(self.dynamic_sampling),
+            "data.generate_ahead": self.schedule.generate_ahead,
+            "data.behaviour_logprobs": self.behaviour_logprobs,
+        }
 
     # Rollouts
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.data.difficulty import DifficultySampling
+from lgrpo.settings import fingerprint
 from lgrpo.tasks import LocatedRow, RowStream, Split, Task
 from lgrpo.types import Prompt
 
@@ -45,6 +46,10 @@ class Prompts(ABC):
     @abstractmethod
     def at(self, position: int) -> Prompt:
         """The prompt at a position of the run."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A few letters that stand for which prompts these are."""
 
 
 @final
@@ -111,6 +116,9 @@ class PromptSet(Prompts):
             self._order = (epoch, self._permutation(epoch) if self._bounds is None else self._draw(epoch, self._bounds))
         return self._items[self._order[1][offset]].at(position)
 
+    def fingerprint(self) -> str:
+        return f"{len(self)} prompts, {fingerprint(item.text for item in self._items)}"
+
     def _permutation(self, epoch: int) -> list[int]:
         if self.shuffle_seed is None:
             return list(range(len(self)))
@@ -157,7 +165,7 @@ class StreamedPrompts(Prompts):
         self._max_tokens, self._overlong = max_tokens, overlong
         self._kept: dict[int, RenderedRow] = {}
         self._start_again()
-        self.at(0)  # a stream that cannot be read says so before the run starts
+        self._first = fingerprint([self.at(0).text])  # a stream that cannot be read says so before the run starts
 
     def __len__(self) -> int:
         raise ValueError("nobody knows how long a streamed training set is: set data.num_rollouts")
@@ -170,6 +178,10 @@ class StreamedPrompts(Prompts):
             while self._next <= position:
                 self._read_on(is_wanted=self._next == position)
         return self._kept[position].at(position)
+
+    def fingerprint(self) -> str:
+        """Of the first one alone: nobody has seen the rest."""
+        return f"a stream, {self._first}"
 
     def _start_again(self) -> None:
         self.num_dropped = 0

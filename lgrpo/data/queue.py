@@ -69,10 +69,11 @@ class RolloutQueue:
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         self._keep([RolloutBatch.from_state_dict(batch) for batch in state])
 
-    def close(self) -> None:
-        """Stops the thread, without waiting for what it is at."""
+    def close(self) -> bool:
+        """Stops the thread, without waiting for what it is at. Whether it is at something."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+        return self._pending is not None and not self._pending.done()
 
     def _keep(self, batches: list[RolloutBatch]) -> None:
         self._ready |= {batch.rollout: batch for batch in batches}

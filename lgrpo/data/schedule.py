@@ -69,6 +69,11 @@ class RolloutSchedule:
         """Until nothing is being sampled."""
         self._queue.wait()
 
+    def close(self) -> None:
+        """Nothing more is sampled; what is being sampled is given up."""
+        if self._queue.close():
+            self.engine.close()  # so that a generation in the background ends, and does not keep the process
+
     def state_dict(self) -> dict[str, Any]:
         return {"queue": self._queue.state_dict(), "started": self._started, "cycle_end": self._cycle_end}
 

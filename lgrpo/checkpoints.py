@@ -1,0 +1,165 @@
+"""Checkpoints on disk: there whole or not at all, and the newest one that is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+PART = ".part"
+"""Behind the name of a checkpoint that is being written."""
+SIZES = "sizes.json"
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target, to the disk itself, and moves the file into place.
+
+    Where that fails (the disk is full, the folder read-only) a warning says so and training goes on: what is there
+    stays, also what this checkpoint was to replace.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_failures = 0
+        self.failed: Path | None = None
+        """The file that could not be written last, until one could."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if "://" in str(path) or storage_options is not None:  # not on a disk of this machine
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        part = path.with_name(path.name + PART)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+            flush_folder(path.parent)
+        except (OSError, RuntimeError) as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+                raise
+            self.num_failures += 1
+            self.failed = path
+            warnings.warn(
+                f"no checkpoint could be written to {path} ({_reason(error)}); training goes on, and earlier "
+                "checkpoints are kept",
+                stacklevel=2,
+            )
+        else:
+            self.failed = None
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        if self.failed is None:
+            super().remove_checkpoint(path)
+
+
+def write_whole(trainer: L.Trainer) -> None:
+    """Has a Trainer write its checkpoints so, unless the user gave it a way of their own."""
+    strategy = trainer.strategy
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = WholeCheckpointIO()
+    if not hasattr(strategy, "_save_distributed_checkpoint") and not hasattr(strategy, "_state_dict_type"):
+        return
+    if getattr(strategy.save_checkpoint, "is_whole", False):
+        return
+    save = strategy.save_checkpoint
+
+    def save_beside(checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Sharded: every rank writes into a folder beside the target, which is moved when all are done."""
+        part = f"{filepath}{PART}"
+        if strategy.is_global_zero:
+            shutil.rmtree(part, ignore_errors=True)
+        strategy.barrier()
+        save(checkpoint, part, storage_options)
+        strategy.barrier()
+        if strategy.is_global_zero and os.path.exists(part):
+            target = Path(filepath)
+            if Path(part).is_dir():
+                write_sizes(Path(part))
+                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+            os.replace(part, target)
+            flush_folder(Path(filepath).parent)
+        strategy.barrier()
+
+    save_beside.is_whole = True  # type: ignore[attr-defined]
+    strategy.save_checkpoint = save_beside  # type: ignore[method-assign]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every byte of a checkpoint is there and as it was written."""
+    if path.is_dir():
+        return has_sizes(path)
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None  # reads it all, and compares checksums
+    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError):
+        return False
+
+
+def write_sizes(folder: Path) -> None:
+    """Notes how large each file of a sharded checkpoint is."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    (folder / SIZES).write_text(json.dumps(sizes), encoding="utf-8")
+
+
+def has_sizes(folder: Path) -> bool:
+    """Whether every file of a sharded checkpoint is as large as it was."""
+    try:
+        sizes = json.loads((folder / SIZES).read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest checkpoint of a folder that is whole. Newer ones that are not are named in a warning."""
+    paths = sorted(folder.glob("*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name.startswith("last")))
+    damaged: list[Path] = []
+    for path in reversed(paths):
+        if is_whole(path):
+            if damaged:
+                names = ", ".join(p.name for p in damaged)
+                warnings.warn(
+                    f"damaged, so not used: {names} in {folder}. Going on from {path.name}, the newest that is whole",
+                    stacklevel=2,
+                )
+            return path
+        damaged.append(path)
+    if damaged:
+        raise FileNotFoundError(f"none of the {len(damaged)} checkpoints in {folder} is whole")
+    raise FileNotFoundError(f"there is no checkpoint in {folder} to go on from")
+
+
+def sweep_parts(folder: Path) -> None:
+    """Removes what a process that was killed had begun to write."""
+    for path in folder.glob(f"*{PART}"):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def flush_folder(folder: Path) -> None:
+    """Has the disk remember a file's new name, where the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    return error.strerror or type(error).__name__ if isinstance(error, OSError) else "the disk is full, or the like"
