@@ -65,7 +65,10 @@ class Dispatch(Generic[Server, Answer]):
         self._is_over = False
 
     def run(self, servers: Sequence[Server], tell: Callable[[int, Answer], None]) -> None:
-        """Until every prompt is answered and no server is being replaced. Each answer is told once, in this thread."""
+        """Until every prompt is answered. Each answer is told once, in this thread.
+
+        A server that is being replaced by then is not waited for.
+        """
         num_prompts = self._num_left
         self._in_flight = {server: set() for server in servers}
         try:
@@ -73,16 +76,17 @@ class Dispatch(Generic[Server, Answer]):
                 self._spawn(self._keep, server)
             while True:
                 with self._changed:
-                    while not (self._untold or self._error or self._is_complete()):
-                        self._changed.wait(max(0.1, self._deadline - time.monotonic()))
-                        if self._is_late():
+                    while not (self._untold or self._error or self._num_left == 0):
+                        if self._num_replacing == 0 and time.monotonic() >= self._deadline:  # replacing has its own
                             raise EngineError(
                                 f"{self._num_left} of {num_prompts} prompts were unanswered after {self._timeout:g} s"
                             )
-                    if self._error is not None:
-                        raise self._error
+                        self._changed.wait(max(0.1, self._deadline - time.monotonic()))
                     if not self._untold:
-                        return
+                        if self._num_left == 0:
+                            return
+                        assert self._error is not None
+                        raise self._error
                     place, answer = self._untold.popleft()
                 tell(place, answer)
         finally:
@@ -90,13 +94,6 @@ class Dispatch(Generic[Server, Answer]):
                 self._is_over = True
                 self._changed.notify_all()
                 self._freed.notify_all()
-
-    def _is_complete(self) -> bool:
-        return self._num_left == 0 and self._num_replacing == 0
-
-    def _is_late(self) -> bool:
-        """Whether the time is over. Replacing a server has deadlines of its own."""
-        return self._num_left > 0 and self._num_replacing == 0 and time.monotonic() >= self._deadline
 
     # A server's keeper
 

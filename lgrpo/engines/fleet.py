@@ -67,8 +67,9 @@ class Fleet(RolloutEngine):
         self._sent_version = 0
         self._num_failures = 0
         """Of this generation, or sync."""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         """Servers are replaced in threads."""
+        self._num_replacing = 0
         self._starting: set[VLLMServer] = set()
         self._epoch = 0
         """Counts how often replacing was called off: a server that comes up after that is not wanted any more."""
@@ -82,6 +83,7 @@ class Fleet(RolloutEngine):
         """Starts one, from the folder."""
 
     def receive(self, weights: PolicyWeights, version: int) -> Sent:
+        self._settle()  # who is being started reads the weights from before
         transfer, failures, sent = self._prepare(weights), Failures(), Sent(dtype=self.dtype)
         self._num_failures = 0
         if not self.servers:
@@ -191,16 +193,24 @@ class Fleet(RolloutEngine):
         """Replaces every server that failed, all at a time."""
         if not failures:
             return
+        epochs = [self._epoch] * len(failures)
         with ThreadPoolExecutor(len(failures), thread_name_prefix="vllm-restart") as pool:
             try:
-                list(pool.map(self._recover, failures, failures.values()))
+                list(pool.map(self._recover, failures, failures.values(), epochs))
             except BaseException:
                 self._call_off()  # else it would be waited for
                 raise
 
-    def _recover(self, server: VLLMServer, failure: EngineFailure) -> VLLMServer | None:
-        """A server in the place of one that failed, with the weights it held; None where the others must do."""
-        start, epoch = time.perf_counter(), self._epoch
+    def _recover(self, server: VLLMServer, failure: EngineFailure, epoch: int) -> VLLMServer | None:
+        """A server in the place of one that failed, with the weights it held; None where the others must do.
+
+        ``epoch`` is that of the generation or sync: one that was called off starts nothing any more.
+        """
+        start = time.perf_counter()
+        with self._lock:
+            if epoch != self._epoch:
+                raise EngineError(f"called off: {failure}") from failure
+            self._num_replacing += 1
         try:
             while True:
                 self._count(failure)
@@ -211,6 +221,13 @@ class Fleet(RolloutEngine):
         finally:
             with self._lock:
                 self.recovery_seconds += time.perf_counter() - start
+                self._num_replacing -= 1
+                self._lock.notify_all()
+
+    def _settle(self) -> None:
+        """Waits until no server is being replaced. One that could not be is in its place still, and fails anew."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._num_replacing == 0)
 
     def _count(self, failure: EngineFailure) -> None:
         """Notes a failure. An error where it is one too many."""

@@ -134,7 +134,8 @@ class VLLMServerEngine(Fleet):
         check_lengths(prompts, sampling, self._longest)
         eos = sorted(eos_ids(self.held_config(), tokenizer))
         groups: dict[int, list[Completion]] = {}
-        self._num_failures = 0
+        self._settle()
+        self._num_failures, epoch = 0, self._epoch
 
         def ask(server: VLLMServer, place: int) -> list[Completion]:
             prompt = prompts[place]
@@ -182,7 +183,7 @@ class VLLMServerEngine(Fleet):
             len(prompts),
             ask=ask,
             check=check,
-            replace=self._recover,
+            replace=lambda server, failure: self._recover(server, failure, epoch),
             at_a_time=self.requests_at_a_time,
             period=min(5.0, self.hang_timeout),
             timeout=self.timeout,
