@@ -84,6 +84,7 @@ class RolloutSampler:
         self.first = rank * self.share
         self.on_stage = on_stage
         self._seconds: dict[str, float] = {}
+        self._engine_figures = self._count_faults()
 
     def __call__(self, rollouts: range) -> list[RolloutBatch]:
         """Some rollouts, all in one call of the engine."""
@@ -97,7 +98,7 @@ class RolloutSampler:
                 for j, rollout in enumerate(rollouts)
             ]
         seconds = {f"time/{name}": seconds / len(batches) for name, seconds in self._seconds.items()}
-        means = self.scorer.reward.report()
+        means = self.scorer.reward.report() | self._faults_since(len(batches))
         for j, batch in enumerate(batches):
             own_groups = groups[j * self.share : (j + 1) * self.share]
             batch.metrics = seconds | means | self.scorer.failures([group.scores for group in own_groups])
@@ -144,6 +145,17 @@ class RolloutSampler:
             max_tokens=self.sampling.max_tokens,
             rollout=rollout,
         )
+
+    def _count_faults(self) -> dict[str, float]:
+        return {
+            "fault/engine_failures": float(self.engine.faults["failures"]),
+            "time/engine_recovery": self.engine.recovery_seconds,
+        }
+
+    def _faults_since(self, num_rollouts: int) -> dict[str, float]:
+        """Of the engine, since the rollouts before: a rollout's share."""
+        before, self._engine_figures = self._engine_figures, self._count_faults()
+        return {name: (value - before[name]) / num_rollouts for name, value in self._engine_figures.items()}
 
     @contextmanager
     def _stage(self, stage: Literal["generate", "score"]) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
 
 BORROWED = -1
 """Version of weights an engine holds for the time being only."""
+
+GO_ON = "go on from the last checkpoint (lgrpo fit … --ckpt_path last)"
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -73,6 +76,19 @@ class EngineError(RuntimeError):
     """An engine could not start or answer."""
 
 
+class EngineFailure(EngineError):
+    """An engine that ran has failed by no fault of what it was asked: started again it may answer."""
+
+
+def give_up(failure: EngineFailure, number: int, max_failures: int) -> str:
+    """What happened when an engine failed once too often, and what to do."""
+    advice = "When what ails it is mended,"
+    if "memory" in str(failure).lower():
+        advice = "It ran out of memory: lower max_num_seqs, or kv_cache_gib and gpu_memory_utilization, then"
+    times = "once" if number == 1 else f"{number} times"
+    return f"vLLM failed {times} in one go (max_failures is {max_failures}). At last: {failure}\n{advice} {GO_ON}"
+
+
 class RolloutEngine(ABC):
     """Samples completions from the weights it was last given.
 
@@ -93,6 +109,10 @@ class RolloutEngine(ABC):
         """How many rollouts will be sampled from them in all; None where that is not known beforehand."""
         self.spent = False
         """Whether all of these are sampled, so that the weights are not needed any more."""
+        self.faults: Counter[str] = Counter()
+        """What has happened to it so far: ``failures``, and ``restarts`` that mended them."""
+        self.recovery_seconds = 0.0
+        """How long it took to recover, all in all."""
 
     def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int | None = None) -> SyncRecord:
         """Takes over a policy's weights, and proves it: the engine's own checksums must equal the policy's.
@@ -230,7 +250,7 @@ def completion_from(
 ) -> Completion:
     """A completion as an engine outside gave it, cut behind the first stop string, refused where it was broken off."""
     if finish_reason not in ("stop", "length"):
-        raise EngineError(f"a completion was broken off ({finish_reason}) after {len(token_ids)} tokens")
+        raise EngineFailure(f"a completion was broken off ({finish_reason}) after {len(token_ids)} tokens")
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     if sampling.stop and any(s in text for s in sampling.stop):
         kept = next(

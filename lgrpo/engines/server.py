@@ -17,7 +17,11 @@ from typing import Any
 
 import requests
 
-from lgrpo.engines.base import EngineError
+from lgrpo.engines.base import EngineError, EngineFailure
+
+
+class AnsweredError(EngineFailure):
+    """The server lives, and answered with an error of its own."""
 
 
 class VLLMServer:
@@ -28,6 +32,8 @@ class VLLMServer:
         self.api_key = api_key
         self.process = process
         self.log = log
+        self.is_given_up = False
+        """Whether a server of the user's did not come back. The next sync looks for it again."""
 
     @classmethod
     def start(cls, folder: Path, log: Path, flags: Mapping[str, Any], environment: Mapping[str, str]) -> VLLMServer:
@@ -57,40 +63,44 @@ class VLLMServer:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             self.check_process()
-            try:
-                if requests.get(f"{self.url}/health", timeout=2).ok:
-                    return
-            except requests.RequestException:
-                pass
-            if self.process is None and time.monotonic() > deadline - timeout + 10:
-                break  # a server that should be running already
+            if self.is_up():
+                return
             time.sleep(0.2)
-        raise EngineError(f"no vLLM server answers at {self.url}{self._tail()}")
+        raise EngineFailure(f"no vLLM server answers at {self.url}{self._tail()}")
+
+    def is_up(self) -> bool:
+        """Whether it says within two seconds that it is well."""
+        try:
+            return requests.get(f"{self.url}/health", timeout=2).ok
+        except requests.RequestException:
+            return False
 
     def check_process(self) -> None:
         """An error, with the end of its log, if our process has ended."""
         if self.process is not None and (code := self.process.poll()) is not None:
-            raise EngineError(f"the vLLM server at {self.url} ended with exit code {code}{self._tail()}")
+            raise EngineFailure(f"the vLLM server at {self.url} ended with exit code {code}{self._tail()}")
 
     def call(self, method: str, path: str, timeout: float, **arguments: Any) -> Any:
-        """One request. Its answer as JSON, or an error that says what is wrong with which server."""
+        """One request. Its answer as JSON, or an error that says what is wrong with which server, and whose fault."""
         self.check_process()
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:
             answer = requests.request(method, self.url + path, headers=headers, timeout=timeout, **arguments)
         except requests.Timeout as error:
-            raise EngineError(f"the vLLM server at {self.url} did not answer {path} within {timeout:g} s") from error
+            raise EngineFailure(f"the vLLM server at {self.url} did not answer {path} within {timeout:g} s") from error
         except requests.RequestException as error:
             time.sleep(0.5)  # a process that just died shows it now
             self.check_process()
-            raise EngineError(f"the vLLM server at {self.url} is gone, or broke off {path}{self._tail()}") from error
+            raise EngineFailure(f"the vLLM server at {self.url} is gone, or broke off {path}{self._tail()}") from error
         if answer.status_code == 401:
             raise EngineError(f"the vLLM server at {self.url} refused the API key")
         if not answer.ok:
-            raise EngineError(
-                f"the vLLM server at {self.url} answered {path} with {answer.status_code}: {_short(answer)}"
-            )
-        return answer.json() if answer.content else None
+            kind = AnsweredError if answer.status_code >= 500 else EngineError
+            raise kind(f"the vLLM server at {self.url} answered {path} with {answer.status_code}: {_short(answer)}")
+        try:
+            return answer.json() if answer.content else None
+        except ValueError as error:
+            raise EngineFailure(f"the vLLM server at {self.url} answered {path} with what is not JSON") from error
 
     def rpc(self, method: str, timeout: float, **arguments: Any) -> Any:
         """Calls a method of the server's worker."""
@@ -106,9 +116,14 @@ class VLLMServer:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):  # with a request in flight it would never end
                 self.process.wait(5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends our process, and what it started, at once."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def _tail(self) -> str:
         if self.log is None or not self.log.exists():

@@ -9,7 +9,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -17,10 +18,21 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.engines.base import EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling, completion_from, eos_ids
+from lgrpo.engines.base import (
+    GO_ON,
+    EngineError,
+    EngineFailure,
+    NoWeightsError,
+    OnGroup,
+    RolloutEngine,
+    Sampling,
+    completion_from,
+    eos_ids,
+    give_up,
+)
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.vllm_weights import Layout, checksums, engine_layout, read_parts
-from lgrpo.functional import stream_seed
+from lgrpo.functional import as_numbers, stream_seed, tensor_checksum
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
@@ -29,7 +41,11 @@ WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
 
 @final
 class VLLMEngine(RolloutEngine):
-    """vLLM beside the trainer, on the same device. On a GPU it sleeps while the trainer updates."""
+    """vLLM beside the trainer, on the same device. On a GPU it sleeps while the trainer updates.
+
+    Where it fails, by an error of its own or for want of memory, it is built anew with the weights it held, and goes on
+    with the prompts it left unanswered.
+    """
 
     def __init__(
         self,
@@ -43,6 +59,7 @@ class VLLMEngine(RolloutEngine):
         sleep: bool | None = None,
         seeded: bool | None = None,
         timeout: float = 1800.0,
+        max_failures: int = 3,
         verify: bool = True,
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -58,11 +75,14 @@ class VLLMEngine(RolloutEngine):
             sleep: Give the memory back while the trainer updates. By default on GPUs.
             seeded: Each request has a seed of its own, so that runs repeat; on a GPU this costs vLLM's fast sampler. By
                 default on CPUs only.
-            timeout: Seconds a generation may take.
+            timeout: Seconds a generation may take, from the last failure on.
+            max_failures: Failures of vLLM a generation recovers from; the next one stops the run.
             verify: Compare vLLM's own checksums with the policy's after every sync.
             options: Any other argument of ``vllm.LLM``.
         """
         super().__init__()
+        if max_failures < 0:
+            raise ValueError(f"max_failures is {max_failures}; 0 stops at the first failure")
         self.dtype = None if dtype is None else getattr(torch, dtype)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -73,11 +93,15 @@ class VLLMEngine(RolloutEngine):
         self.sleep = sleep
         self.seeded = seeded
         self.timeout = timeout
+        self.max_failures = max_failures
         self.verify = verify
         self.options = options or {}
         self._llm: Any = None
         self._config: PretrainedConfig | None = None
         self._layout: Layout = {}
+        self._sent = Sent()
+        self._kept: dict[str, Tensor] = {}
+        """The weights while they are in no engine."""
         self._asleep: set[str] = set()
 
     def receive(self, weights: PolicyWeights, version: int) -> Sent:
@@ -97,7 +121,7 @@ class VLLMEngine(RolloutEngine):
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
         self._config = weights.config
-        self._layout = engine_layout(sent.shapes)
+        self._layout, self._sent = engine_layout(sent.shapes), sent
         return sent
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:
@@ -111,6 +135,10 @@ class VLLMEngine(RolloutEngine):
             ) from error
 
     def held_weights(self) -> dict[str, Tensor]:
+        if self._llm is None:
+            if not self._kept:
+                raise EngineError(f"vLLM failed, and with it the behaviour policy it held: {GO_ON}")
+            return dict(self._kept)
         self._wake("weights")
         return self._on_model(lambda model: {name: part.clone() for name, part in read_parts(model, self._layout)})
 
@@ -129,10 +157,11 @@ class VLLMEngine(RolloutEngine):
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         step, version = self.holds()
+        if self._llm is None:
+            raise EngineError(f"vLLM failed, and could not be built anew: {GO_ON}")
         check_lengths(prompts, sampling, self._llm.llm_engine.model_config.max_model_len)
         from vllm import SamplingParams
 
-        self._wake("weights", "kv_cache")
         eos = sorted(eos_ids(self.held_config(), tokenizer))
         requests = [{"prompt_token_ids": p.token_ids, "cache_salt": f"v{version}"} for p in prompts]
         parameters = [
@@ -168,7 +197,21 @@ class VLLMEngine(RolloutEngine):
             if on_group is not None:
                 on_group(place, groups[place])
 
-        self._run(requests, parameters, keep)
+        num_failures = 0
+        while left := [place for place in range(len(prompts)) if place not in groups]:
+            try:
+                self._wake("weights", "kv_cache")
+                self._run({place: (requests[place], parameters[place]) for place in left}, keep)
+            except EngineFailure as failure:
+                num_failures, self.faults["failures"] = num_failures + 1, self.faults["failures"] + 1
+                if num_failures > self.max_failures:
+                    raise EngineError(give_up(failure, num_failures, self.max_failures)) from failure
+                warnings.warn(
+                    f"recovering from failure {num_failures} of at most {self.max_failures}: {failure}", stacklevel=2
+                )
+            else:
+                break
+            self._rebuild(step, version)  # here, where the failure's traceback has let go of the broken engine's memory
         return [groups[place] for place in range(len(prompts))]
 
     def rest(self) -> None:
@@ -181,9 +224,11 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         self.forget()
+        self._kept = {}
         if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
-            self._llm, self._asleep = None, set()
+            llm, self._llm, self._asleep = self._llm, None, set()
+            llm.llm_engine.engine_core.shutdown()
+            del llm
             gc.collect()
 
     # Inside
@@ -218,7 +263,7 @@ class VLLMEngine(RolloutEngine):
         if self._on_cpu and self._is_seeded:
             arguments |= WHOLE_PROMPTS
         arguments |= self.options
-        initialised = torch.distributed.is_initialized()
+        initialised = self._shares_processes = torch.distributed.is_initialized()
         with tempfile.TemporaryDirectory() as folder, isolated():
             config.save_pretrained(folder)
             try:
@@ -239,28 +284,70 @@ class VLLMEngine(RolloutEngine):
                 self._llm.wake_up(tags=tired)
             self._asleep -= set(tired)
 
-    def _run(self, requests: list[dict[str, Any]], parameters: list[Any], keep: Callable[[int, Any], None]) -> None:
+    def _rebuild(self, step: int, version: int) -> None:
+        """Another vLLM with the same weights, read out of the broken one."""
+        start = time.perf_counter()
+        if self._shares_processes:
+            raise EngineError(
+                "vLLM failed, and cannot be built anew among the process groups of the trainer, which end with it: "
+                f"{GO_ON}, or use lgrpo.engines.VLLMServerEngine"
+            )
+        sent, config = self._sent, self.held_config()
+        try:
+            weights = {name: tensor.cpu() for name, tensor in self.held_weights().items()}
+            if self.verify:
+                sent.compare(as_numbers({name: tensor_checksum(tensor) for name, tensor in weights.items()}))
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self.close()
+            self.step, self.version = step, version  # so that a checkpoint asks for it, and is refused
+            raise EngineError(
+                f"vLLM failed, and with it the behaviour policy it held ({_first_line(error)}): {GO_ON}"
+            ) from error
+        self.close()
+        self._kept = weights
+        try:
+            self._replace(PolicyWeights(config=config, tensors=lambda: iter(weights.items())), step, version)
+            if self.verify:
+                sent.compare(self.held_checksums(self._sent))  # with what was sent at the sync, not with what was kept
+        except BaseException:
+            self.step, self.version = step, version  # a checkpoint may still take it from here
+            raise
+        self._kept = {}
+        self.faults["restarts"] += 1
+        self.recovery_seconds += time.perf_counter() - start
+
+    def _run(self, requests: Mapping[int, tuple[dict[str, Any], Any]], keep: Callable[[int, Any], None]) -> None:
         """Steps vLLM until all requests are answered, with a deadline. After an error none of them is left inside."""
         engine, finished = self._llm.llm_engine, 0
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
         deadline = time.monotonic() + self.timeout
+        inputs, parameters = zip(*requests.values(), strict=True)
         with isolated(), stance, without_collection():
             try:
-                names = self._llm.enqueue(requests, parameters, use_tqdm=False)
-                places = {name.split("-")[0]: place for place, name in enumerate(names)}  # behind it, a random part
+                names = self._llm.enqueue(list(inputs), list(parameters), use_tqdm=False)
+                places = {name.split("-")[0]: place for name, place in zip(names, requests, strict=True)}
                 while engine.has_unfinished_requests():
                     if time.monotonic() > deadline:
                         left, total = engine.get_num_unfinished_requests(), sum(p.n for p in parameters)
                         raise EngineError(f"vLLM had {left} of {total} completions unfinished after {self.timeout:g} s")
-                    for output in engine.step():
+                    for output in self._step(engine):
                         if output.finished:
-                            keep(places[output.request_id.split("-")[0]], output)
+                            keep(places[output.request_id.split("-")[0]], output)  # behind the dash, a random part
                             finished += 1
             except BaseException:  # what is left inside would make the next generation wait for ever
-                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+                with contextlib.suppress(Exception):  # a broken engine may not even do that
+                    engine.abort_request(list(engine.output_processor.request_states), internal=True)
                 raise
         if finished != len(requests):
-            raise EngineError(f"vLLM answered {finished} of {len(requests)} prompts")
+            raise EngineFailure(f"vLLM answered {finished} of {len(requests)} prompts")
+
+    @staticmethod
+    def _step(engine: Any) -> list[Any]:
+        try:
+            return engine.step()
+        except Exception as error:
+            raise EngineFailure(f"vLLM failed while it generated: {_first_line(error)}") from error
 
 
 def import_vllm() -> Any:

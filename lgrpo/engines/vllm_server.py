@@ -4,42 +4,31 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
-import tempfile
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from tokenizers import Tokenizer, models
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from lgrpo.engines.base import EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling, completion_from, eos_ids
-from lgrpo.engines.ledger import Sent, WeightSyncError
+from lgrpo.engines.base import EngineError, OnGroup, Sampling, completion_from, eos_ids
+from lgrpo.engines.dispatch import Dispatch
+from lgrpo.engines.fleet import Fleet
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.vllm import WHOLE_PROMPTS, check_lengths, import_vllm
-from lgrpo.engines.vllm_transfer import TRANSFERS, FileTransfer
-from lgrpo.engines.vllm_weights import Layout, engine_layout
+from lgrpo.engines.vllm_transfer import FileTransfer
 from lgrpo.functional import stream_seed
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 
-def numbering_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A server wants a tokenizer even where it is given ids and asked for ids: this one spells 7 as ``<7>``."""
-    backend = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(vocab_size)}, unk_token="<0>"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<0>")
-
-
 @final
-class VLLMServerEngine(RolloutEngine):
+class VLLMServerEngine(Fleet):
     """vLLM servers, started and stopped here or already running. The next rollout is sampled while this one trains.
 
     Weights travel as safetensors files in shared memory, which the servers read: trainer and servers share a machine,
     or a file system. Where they share a GPU, ``transfer: ipc`` spares the files.
+
+    A server that ends, hangs or answers with an error is started again with the weights it held, and the prompts it
+    left unanswered are asked again; meanwhile the others go on.
     """
 
     can_overlap = True
@@ -63,6 +52,9 @@ class VLLMServerEngine(RolloutEngine):
         start_timeout: float = 600.0,
         sync_timeout: float = 300.0,
         timeout: float = 1800.0,
+        hang_timeout: float = 60.0,
+        return_timeout: float = 120.0,
+        max_failures: int = 3,
         verify: bool = True,
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -86,21 +78,37 @@ class VLLMServerEngine(RolloutEngine):
                 ``--weight-transfer-config '{"backend": "ipc"}'``.
             weights_dir: Folder for the weights' files; by default one in shared memory.
             start_timeout: Seconds until a server must answer.
-            sync_timeout: Seconds each step of a sync may take.
-            timeout: Seconds a generation may take.
+            sync_timeout: Seconds each step of a sync may take; a server that takes longer has failed.
+            timeout: Seconds a generation may take, from the last time a server was replaced on.
+            hang_timeout: Seconds after which a server that says nothing while it generates has failed.
+            return_timeout: Seconds to wait until one of ``urls`` that failed is up again. After that the others go on
+                without it, and the next sync looks for it.
+            max_failures: Failures of servers a generation, or a sync, recovers from; the next one stops the run.
             verify: Compare the servers' own checksums with the policy's after every sync.
             options: Any other flag of the server, by its name.
         """
-        super().__init__()
+        super().__init__(
+            transfer=transfer,
+            weights_dir=weights_dir,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            start_timeout=start_timeout,
+            sync_timeout=sync_timeout,
+            return_timeout=return_timeout,
+            max_failures=max_failures,
+            verify=verify,
+        )
         if num_servers < 1:
             raise ValueError(f"num_servers is {num_servers}; at least 1 is needed")
         if urls is not None and not urls:
             raise ValueError("urls is an empty list: leave it out to have servers started")
+        if max_failures < 0:
+            raise ValueError(f"max_failures is {max_failures}; 0 stops at the first failure")
+        if hang_timeout <= 0:
+            raise ValueError(f"hang_timeout is {hang_timeout}; a server needs some seconds to answer")
         self.num_servers = num_servers
         self.urls = urls
         self.api_key_env = api_key_env
         self.served_model_name = served_model_name
-        self.dtype = None if dtype is None else getattr(torch, dtype)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -108,62 +116,10 @@ class VLLMServerEngine(RolloutEngine):
         self.tensor_parallel_size = tensor_parallel_size
         self.seeded = seeded
         self.requests_at_a_time = requests_at_a_time
-        self.transfer: Literal["file", "ipc"] = transfer
-        self.weights_dir = weights_dir
-        self.start_timeout = start_timeout
-        self.sync_timeout = sync_timeout
         self.timeout = timeout
-        self.verify = verify
+        self.hang_timeout = hang_timeout
         self.options = options or {}
-        self.servers: list[VLLMServer] = []
-        self._transfer: FileTransfer | None = None
-        self._config: PretrainedConfig | None = None
-        self._layout: Layout = {}
         self._longest = 0
-
-    def receive(self, weights: PolicyWeights, version: int) -> Sent:
-        sent = Sent(dtype=self.dtype)
-        transfer = self._prepare(weights)
-        try:
-            if self.servers:
-                self._replace_weights(transfer, weights, sent)
-            else:
-                transfer.write(weights, sent)
-                self._connect(transfer, next(iter(weights))[1].dtype)
-                if self.urls is not None:
-                    self._replace_weights(transfer, weights, sent)
-            for server in self.servers:
-                server.rpc("lgrpo_set_version", self.sync_timeout, version=version)
-        except EngineError as error:
-            if not self.servers:  # it did not even start
-                raise
-            raise WeightSyncError(f"the sync failed: {error}") from error
-        self._config = weights.config
-        self._layout = engine_layout(sent.shapes)
-        return sent
-
-    def held_checksums(self, sent: Sent) -> dict[str, int]:
-        if not self.verify:
-            return sent.checksums
-        held: dict[str, int] = {}
-        for server in self.servers:
-            try:
-                report = server.rpc("lgrpo_checksums", self.sync_timeout, layout=self._layout)
-            except EngineError as error:
-                raise WeightSyncError(f"the server does not tell which weights it holds: {error}") from error
-            held = {name: int(value, 16) for name, value in report.items()}
-            sent.compare(held)
-        return held
-
-    def held_weights(self) -> dict[str, Tensor]:
-        if self._transfer is None or self._config is None:
-            raise NoWeightsError
-        return self._transfer.held_weights(self.servers, self._layout)
-
-    def held_config(self) -> PretrainedConfig:
-        if self._config is None:
-            raise NoWeightsError
-        return self._config
 
     def generate(
         self,
@@ -176,26 +132,13 @@ class VLLMServerEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         step, version = self.holds()
         check_lengths(prompts, sampling, self._longest)
-        self._check_versions(version)
-        deadline = time.monotonic() + self.timeout
         eos = sorted(eos_ids(self.held_config(), tokenizer))
-        busy = [0] * len(self.servers)
-        turn = threading.Lock()
+        groups: dict[int, list[Completion]] = {}
+        self._settle()
+        self._num_failures, epoch = 0, self._epoch
 
-        def answer(place: int, prompt: Prompt) -> list[Completion]:
-            with turn:  # the server with the fewest prompts in flight
-                least = busy.index(min(busy))
-                busy[least] += 1
-            try:
-                group = ask(prompt, self.servers[least])
-            finally:
-                with turn:
-                    busy[least] -= 1
-            if on_group is not None:
-                on_group(place, group)
-            return group
-
-        def ask(prompt: Prompt, server: VLLMServer) -> list[Completion]:
+        def ask(server: VLLMServer, place: int) -> list[Completion]:
+            prompt = prompts[place]
             body = {
                 "model": self.served_model_name,
                 "prompt": prompt.token_ids,
@@ -212,8 +155,8 @@ class VLLMServerEngine(RolloutEngine):
                 "stop_token_ids": eos,
                 "cache_salt": f"v{version}",
             }
-            remaining = max(1.0, deadline - time.monotonic())
-            choices = server.call("POST", "/v1/completions", remaining, json=body)["choices"]
+            choices = server.call("POST", "/v1/completions", self.timeout, json=body)["choices"]
+            check(server)  # now: before it answered, it may have been started again
             return [
                 completion_from(
                     choice["token_ids"],
@@ -227,70 +170,65 @@ class VLLMServerEngine(RolloutEngine):
                 for choice in sorted(choices, key=lambda choice: choice["index"])
             ]
 
-        workers = min(len(prompts), self.requests_at_a_time * len(self.servers))
-        with ThreadPoolExecutor(workers, thread_name_prefix="vllm-request") as pool:
-            try:
-                groups = list(pool.map(answer, range(len(prompts)), prompts))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        self._check_versions(version)
-        return groups
+        def check(server: VLLMServer) -> None:
+            """Through to the worker: a server whose worker hangs is still in good health."""
+            self._check_version(server, version, self.hang_timeout)
 
-    def close(self) -> None:
-        self.forget()
-        for server in self.servers:
-            server.close()
-        self.servers = []
-        atexit.unregister(self.close)
-        if self._transfer is not None:
-            shutil.rmtree(self._transfer.folder, ignore_errors=True)
-            self._transfer = None
+        def keep(place: int, group: list[Completion]) -> None:
+            groups[place] = group
+            if on_group is not None:
+                on_group(place, group)
+
+        dispatch = Dispatch[VLLMServer, list[Completion]](
+            len(prompts),
+            ask=ask,
+            check=check,
+            replace=lambda server, failure: self._recover(server, failure, epoch),
+            at_a_time=self.requests_at_a_time,
+            period=min(5.0, self.hang_timeout),
+            timeout=self.timeout,
+        )
+        try:
+            dispatch.run(self._present(), keep)
+        except BaseException:
+            self._call_off()
+            raise
+        return [groups[place] for place in range(len(prompts))]
 
     # Inside
 
-    def _prepare(self, weights: PolicyWeights) -> FileTransfer:
-        """The way weights take, and the folder a server starts from."""
-        if self.transfer == "ipc" and not torch.cuda.is_available():
-            raise EngineError("transfer 'ipc' shares the memory of a GPU, and there is none here: use 'file'")
-        if self._transfer is None:
-            shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            folder = Path(tempfile.mkdtemp(prefix="lgrpo-weights-", dir=self.weights_dir or shared))
-            folder.chmod(0o700)
-            self._transfer = TRANSFERS[self.transfer](folder, self.sync_timeout)
-            weights.config.save_pretrained(folder)
-            numbering_tokenizer(weights.config.get_text_config().vocab_size).save_pretrained(folder)
-        return self._transfer
-
-    def _connect(self, transfer: FileTransfer, dtype: torch.dtype) -> None:
-        """Starts the servers, or finds the ones the user runs."""
+    def _connect(self, transfer: FileTransfer, weights: PolicyWeights) -> list[VLLMServer]:
         if self.urls is not None:
             key = os.environ.get(self.api_key_env)
             self._is_seeded = bool(self.seeded)
             servers = [VLLMServer(url, key) for url in self.urls]
+            patience = min(10.0, self.start_timeout)  # they should be running already
         else:
             vllm = import_vllm()
-            on_cpu = vllm.platforms.current_platform.is_cpu()
-            self._is_seeded = on_cpu if self.seeded is None else self.seeded
+            self._on_cpu = vllm.platforms.current_platform.is_cpu()
+            self._is_seeded = self._on_cpu if self.seeded is None else self.seeded
+            self._server_dtype = self.dtype or next(iter(weights))[1].dtype
             atexit.register(self.close)  # whatever ends the run ends its servers
-            servers = [self._start(transfer, dtype, on_cpu, index) for index in range(self.num_servers)]
+            servers = [self._start(transfer, index) for index in range(self.num_servers)]
+            patience = self.start_timeout
         try:
             for server in servers:
-                server.wait_until_ready(self.start_timeout)
+                server.wait_until_ready(patience)
                 self._check_model(server)
             transfer.connected(servers)
         except BaseException:
             for server in servers:
                 server.close()
             raise
-        self.servers = servers
+        return servers
 
-    def _start(self, transfer: FileTransfer, dtype: torch.dtype, on_cpu: bool, index: int) -> VLLMServer:
+    def _start(self, transfer: FileTransfer, index: int) -> VLLMServer:
+        on_cpu = self._on_cpu
         cache = self.kv_cache_gib if self.kv_cache_gib is not None else (0.25 if on_cpu else None)
         flags = (
             {
                 "served_model_name": self.served_model_name,
-                "dtype": str(self.dtype or dtype).removeprefix("torch."),
+                "dtype": str(self._server_dtype).removeprefix("torch."),
                 "max_model_len": self.max_model_len,
                 "max_num_seqs": self.max_num_seqs,
                 "gpu_memory_utilization": self.gpu_memory_utilization,
@@ -328,22 +266,3 @@ class VLLMServerEngine(RolloutEngine):
             raise EngineError(f"the vLLM server at {server.url} serves {names}, not {self.served_model_name!r}")
         longest = served[names.index(self.served_model_name)].get("max_model_len") or 0
         self._longest = min(self._longest or longest, longest)
-
-    def _replace_weights(self, transfer: FileTransfer, weights: PolicyWeights, sent: Sent) -> None:
-        """Drains every server, gives it the weights, and empties its prefix cache."""
-        for server in self.servers:
-            server.call("POST", "/pause?mode=wait", self.sync_timeout)
-        transfer.send(self.servers, weights, sent)
-        for server in self.servers:
-            if not server.call("POST", "/reset_prefix_cache", self.sync_timeout)["success"]:
-                raise WeightSyncError(f"the prefix cache of the vLLM server at {server.url} is in use")
-            server.call("POST", "/resume", self.sync_timeout)
-
-    def _check_versions(self, version: int) -> None:
-        for server in self.servers:
-            held = server.rpc("lgrpo_version", self.sync_timeout)["version"]
-            if held != version:
-                raise EngineError(
-                    f"the vLLM server at {server.url} holds version {held} of the weights, not {version}: was it "
-                    "restarted?"
-                )

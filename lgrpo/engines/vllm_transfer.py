@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from lgrpo.engines.base import EngineError, EngineFailure
 from lgrpo.engines.ledger import Sent
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.vllm_weights import Layout
 from lgrpo.types import PolicyWeights
 
 _CHUNK_BYTES = 2**30
+
+Failures = dict[VLLMServer, EngineFailure]
+"""Servers that failed, and of what."""
+
+
+def each(servers: Iterable[VLLMServer], failures: Failures, action: Callable[[VLLMServer], Any]) -> None:
+    """Does something with every server that has not failed yet."""
+    for server in servers:
+        if server not in failures:
+            try:
+                action(server)
+            except EngineFailure as failure:
+                failures[server] = failure
 
 
 def chunks(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = _CHUNK_BYTES) -> Iterator[dict[str, Tensor]]:
@@ -50,11 +66,21 @@ class FileTransfer:
     def connected(self, servers: Sequence[VLLMServer]) -> None:
         """The servers have started, from this folder."""
 
-    def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> None:
-        """Other weights for servers that are drained."""
+    def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> Failures:
+        """Other weights for servers that are drained. Which of them failed."""
         self.write(weights, sent)
-        for server in servers:
-            server.rpc("reload_weights", self.timeout, weights_path=str(self.folder))
+        failures: Failures = {}
+        each(servers, failures, self.read)
+        return failures
+
+    def read(self, server: VLLMServer) -> None:
+        """Has a server read the weights in the folder."""
+        server.rpc("reload_weights", self.timeout, weights_path=str(self.folder))
+
+    @contextmanager
+    def files(self, others: Sequence[VLLMServer], layout: Layout) -> Iterator[None]:
+        """As long as it lasts the folder holds the weights as they were last sent: a server starts from them."""
+        yield
 
     def held_weights(self, servers: Sequence[VLLMServer], layout: Layout) -> dict[str, Tensor]:
         """What the servers hold."""
@@ -82,28 +108,59 @@ class IPCTransfer(FileTransfer):
     flags: dict[str, Any] = {"weight_transfer_config": '{"backend": "ipc"}'}  # noqa: RUF012
     environment: dict[str, str] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # noqa: RUF012 # handles travel pickled
 
+    def __init__(self, folder: Path, timeout: float) -> None:
+        super().__init__(folder, timeout)
+        self._folder_in_use = threading.RLock()
+
     def connected(self, servers: Sequence[VLLMServer]) -> None:
         for server in servers:
             server.call("POST", "/init_weight_transfer_engine", self.timeout, json={"init_info": {}})
         self._delete_files()
 
-    def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> None:
-        for server in servers:
-            server.call("POST", "/start_weight_update", self.timeout)
+    def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> Failures:
+        failures: Failures = {}
+        each(servers, failures, lambda server: server.call("POST", "/start_weight_update", self.timeout))
         for chunk in chunks(sent.through(weights)):
             on_device = {name: tensor.cuda().contiguous() for name, tensor in chunk.items()}
             torch.cuda.synchronize()
-            for server in servers:  # a handle is for one reader
-                server.call("POST", "/update_weights", self.timeout, json={"update_info": describe(on_device)})
-        for server in servers:
-            server.call("POST", "/finish_weight_update", self.timeout)
+
+            def update(server: VLLMServer, tensors: dict[str, Tensor] = on_device) -> None:
+                body = {"update_info": describe(tensors)}  # a handle is for one reader
+                server.call("POST", "/update_weights", self.timeout, json=body)
+
+            each(servers, failures, update)
+        each(servers, failures, lambda server: server.call("POST", "/finish_weight_update", self.timeout))
         torch.cuda.ipc_collect()
+        if failures and len(failures) == len(servers):  # no server has them to start another one from
+            self.write(weights, Sent(dtype=sent.dtype))
+        return failures
 
     def held_weights(self, servers: Sequence[VLLMServer], layout: Layout) -> dict[str, Tensor]:
-        servers[0].rpc("lgrpo_write_weights", self.timeout, folder=str(self.folder), layout=layout)
-        tensors = read_folder(self.folder)
-        self._delete_files()
-        return tensors
+        with self.files(servers, layout):
+            return read_folder(self.folder)
+
+    @contextmanager
+    def files(self, others: Sequence[VLLMServer], layout: Layout) -> Iterator[None]:
+        with self._folder_in_use:
+            if not any(self.folder.glob("*.safetensors")):
+                self._write_out(others, layout)
+            try:
+                yield
+            finally:
+                self._delete_files()
+
+    def _write_out(self, servers: Sequence[VLLMServer], layout: Layout) -> None:
+        """The weights as a server holds them."""
+        for server in servers:
+            try:
+                server.rpc("lgrpo_write_weights", self.timeout, folder=str(self.folder), layout=layout)
+                return
+            except EngineFailure:
+                self._delete_files()  # half of them may be there
+        raise EngineError(
+            "the behaviour policy was in the memory of servers alone, and none that holds it is left: go on from the "
+            "last checkpoint. With transfer 'file' a server that fails is given it again"
+        )
 
     def _delete_files(self) -> None:
         for path in self.folder.glob("*.safetensors"):
