@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import lightning as L
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
+from lgrpo.callbacks.lines import append_lines
 from lgrpo.hooks import RolloutCallback, Stage, rollout_owner, run_folder
 from lgrpo.types import RolloutBatch
 
-COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag")
+COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version")
 
 
 class RolloutLog(RolloutCallback):
@@ -39,16 +39,16 @@ class RolloutLog(RolloutCallback):
         batch, self._batch = self._batch, None
         table = [self._row(trainer, batch, i) for i in range(min(self.num_groups * batch.group_size, len(batch)))]
         path = run_folder(trainer) / "completions.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
+        append_lines(path, table, "rollout", resumed=trainer.ckpt_path is not None)
         for logger in trainer.loggers:
             _log_table(logger, table, trainer.global_step)
 
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
-        tokenizer = rollout_owner(trainer).tokenizer
+        data = rollout_owner(trainer)
+        tokenizer = data.tokenizer
         sampled = batch.completion_mask[i]
         behaviour_step = int(batch.behaviour_step[i])
+        versions = {record.step: record.version for record in data.engine.ledger}
         values = (
             batch.rollout,
             trainer.global_step,
@@ -59,6 +59,7 @@ class RolloutLog(RolloutCallback):
             bool(batch.loss_mask[i].any()),
             behaviour_step,
             trainer.global_step - behaviour_step,
+            versions.get(behaviour_step),
         )
         return dict(zip(COLUMNS, values, strict=True))
 

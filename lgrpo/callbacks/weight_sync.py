@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import lightning as L
 from jsonargparse.typing import PositiveInt
 
-from lgrpo.engines import SyncRecord
+from lgrpo.callbacks.lines import append_lines
 from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner, run_folder
 
 
@@ -44,10 +41,6 @@ class WeightSync(RolloutCallback):
             num_rollouts = data.lead if rollout < data.lead else self.period
             record = data.engine.load_weights(weights, trainer.global_step, num_rollouts)
             if trainer.is_global_zero:
-                self._write(run_folder(trainer) / "syncs.jsonl", record)
-
-    @staticmethod
-    def _write(path: Path, record: SyncRecord) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record.as_dict()) + "\n")
+                line = {**record.as_dict(), "rollout": rollout}
+                path = run_folder(trainer) / "syncs.jsonl"
+                append_lines(path, [line], "version", resumed=trainer.ckpt_path is not None)
