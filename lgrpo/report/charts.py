@@ -36,7 +36,7 @@ class Section:
 
 REWARD = Chart(
     title="Reward of rollouts",
-    note="Mean over a rollout's completions, as the reward gave it; the band is its 95% interval over prompts.",
+    note="Mean over a rollout's completions, as the reward gave it.",
     lines={"rollout/reward": "each rollout", "rollout/reward" + SMOOTH: "smoothed"},
 )
 SECTIONS = {
@@ -50,13 +50,13 @@ SECTIONS = {
         ),
         Chart(
             title="Ratio",
-            note="π_θ/α over live tokens: mean, smallest and largest.",
+            note="Probability of a live token now over when it was sampled: mean, smallest, largest.",
             lines={"train/ratio_mean": "mean", "train/ratio_min": "smallest", "train/ratio_max": "largest"},
             marks=True,
         ),
         Chart(
             title="Spread of the ratio",
-            note="Its standard deviation over tokens: how far the policy has moved from α.",
+            note="Its standard deviation over tokens: how far the policy has moved from who sampled.",
             lines={"train/ratio_std": "deviation"},
             marks=True,
             least=0,
@@ -70,15 +70,20 @@ SECTIONS = {
         ),
         Chart(
             title="KL",
-            note="Per token, k3 estimate: KL(α ‖ π_θ) and KL(π_θ ‖ π_ref).",
+            note="Per token, the k3 estimate: of the policy from who sampled, and from the reference.",
             lines={"train/kl_behaviour": "from behaviour", "train/kl_reference": "from reference"},
             marks=True,
             least=0,
         ),
-        Chart(title="Entropy", note="Of π_θ per live token, in nats.", lines={"train/entropy": "entropy"}, marks=True),
+        Chart(
+            title="Entropy",
+            note="Of the policy per live token, in nats.",
+            lines={"train/entropy": "entropy"},
+            marks=True,
+        ),
         Chart(
             title="Engine mismatch",
-            note="|log π_α − log π_θ| per token where the two are the same weights.",
+            note="Of the log-probabilities of engine and trainer where both have the same weights.",
             lines={"train/engine_mismatch_mean": "mean", "train/engine_mismatch_max": "largest"},
         ),
     ],
@@ -121,7 +126,7 @@ SECTIONS = {
             most=1,
         ),
         Chart(
-            title="Seconds of each stage",
+            title="Stage seconds",
             note="Of a rollout; the update is that of one optimizer step.",
             lines={f"time/{stage}": stage for stage in ("sync", "generate", "score", "wait", "update")},
             least=0,
@@ -150,7 +155,8 @@ def chart_sections(names: Iterable[str]) -> list[dict[str, Any]]:
     for name in left:
         group, _, rest = name.rpartition("/")
         room = ROOMS.get(name.partition("/")[0], group.capitalize() or "Other")
-        chart = Chart(title=rest.replace("_", " "), lines={name: name}, marks=group.startswith("improvement"))
+        words = rest[:1].upper() + rest[1:].replace("_", " ")
+        chart = Chart(title=words, lines={name: name}, marks=room == "Improvement")
         sections.setdefault(room, Section(title=room)).charts.append(chart)
     order = ["Learning", "Off-policy", "Improvement", "Rollouts", "Rewards", "Optimisation"]
     titles = [*order, *(title for title in sections if title not in (*order, "Time")), "Time"]
@@ -176,7 +182,7 @@ def _validation(left: dict[str, None]) -> list[Chart]:
     for group in groups:
         where = {"val": "held-out problems", "test": "test problems"}.get(group, group.removeprefix("val/"))
         for kind, note in (
-            ("pass", "Chance that one of k samples is right, mean over problems; the band is its 95% interval."),
+            ("pass", "Chance that one of k samples is right, mean over problems."),
             ("maj", "Chance that the commonest answer of k samples is right."),
         ):
             start = f"{group}/{kind}@"

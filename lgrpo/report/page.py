@@ -65,7 +65,7 @@ def page_html(data: dict[str, Any]) -> str:
     licence = (assets / "uPlot.LICENSE").read_text(encoding="utf-8").strip()
     library = f"/*!\n{licence}\n*/\n{library}"
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    packed = base64.b64encode(gzip.compress(text.encode("ascii"), mtime=0)).decode("ascii")
+    packed = base64.b64encode(gzip.compress(text.encode("ascii"), 6, mtime=0)).decode("ascii")
     parts = {
         "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"script-src {_digest(library)} {_digest(script)}",
@@ -114,7 +114,7 @@ def _run_data(run: RunRecord, series: dict[str, Points], num_completions: int) -
     return {
         "name": run.name,
         "path": str(run.path),
-        "task": run.task,
+        "task": _short_task(run),
         "model": run.settings.get("model.policy.name") or run.settings.get("model.policy.config.model_type"),
         "place": {
             "v": run.settings.get("weight_sync.period"),
@@ -144,9 +144,21 @@ def _run_data(run: RunRecord, series: dict[str, Points], num_completions: int) -
             name: [_number(row.get(name)) if name != "checksum" else _text(row.get(name)) for row in run.syncs]
             for name in ("version", "rollout", "step", "checksum", "num_bytes", "seconds")
         },
+        "smoothing_window": smoothing_window(len(run.series.get("rollout/reward", []))),
         "num_completions": len(run.completions),
         "shown_completions": num_completions,
     }
+
+
+def _short_task(run: RunRecord) -> str | None:
+    """The task with its plain settings; what its template and reward are is among the settings."""
+    if run.task is None:
+        return None
+    own = {key.removeprefix("data.task."): value for key, value in run.settings.items() if key.startswith("data.task.")}
+    given = [
+        f"{key}={_shown(value)}" for key, value in own.items() if "." not in key and isinstance(value, int | float)
+    ]
+    return f"{run.task.partition('(')[0]}({', '.join(given)})"
 
 
 def _with_derived(run: RunRecord) -> dict[str, Points]:

@@ -58,7 +58,7 @@ class RunRecord:
 
     @property
     def task(self) -> str | None:
-        """What is trained on: the task and its own settings."""
+        """What is trained on: the task and all its settings."""
         own = {key: value for key, value in self.settings.items() if f"{key}.".startswith("data.task.")}
         if not own:
             return None

@@ -108,7 +108,7 @@ function show(data) {
     remember("x", axis() === "time" ? "" : "time");
     remember("zoom", "");
     axisButton.textContent = axisName();
-    rebuild();
+    redraw();
   } }, axisName());
   const live = el("button", { class: "pill live", onclick: () => { remember("still", state.get("still") ? "" : "1"); showLive(); } });
   const showLive = () => {
@@ -131,7 +131,7 @@ function show(data) {
         if (hidden.has(i)) hidden.delete(i); else hidden.add(i);
         remember("hide", [...hidden].join(","));
         chip.classList.toggle("off", hidden.has(i));
-        rebuild();
+        redraw();
         completions.refresh();
       } }, dot(i), run.name);
       chip.classList.toggle("off", hidden.has(i));
@@ -140,7 +140,7 @@ function show(data) {
     const rows = runs.map((run, i) => {
       const h = run.headline;
       const { v, i: reuse } = run.place;
-      const cells = [gain(h), h.pass_error === null ? "–" : `± ${fixed(1.96 * h.pass_error, 3)}`, fixed(h.pass_best, 2), fixed(h.reward, 3), v ?? run.sync ?? "–", reuse ?? "–", whole(run.syncs.version.length), number(h.lag_max), whole(run.num_steps), percent(h.trainer_idle), duration(h.seconds)];
+      const cells = [gain(h), h.pass_error === null ? "–" : `± ${fixed(1.96 * h.pass_error, 3)}`, fixed(h.pass_best, 2), fixed(h.reward, 3), v ?? run.sync ?? "–", reuse ?? "–", whole(run.syncs.version.length), number(h.lag_max), whole(run.num_steps) + (run.planned_steps && run.num_steps < run.planned_steps ? ` of ${whole(run.planned_steps)}` : ""), percent(h.trainer_idle), duration(h.seconds)];
       return el("tr", {}, el("td", {}, dot(i), run.name, tasks.length > 1 ? el("div", { class: "small" }, run.task || "task not known") : null), cells.map((cell) => el("td", { class: "num" }, String(cell))));
     });
     const titles = ["run", "pass@1", "95%", "best", "reward", "v", "i", "syncs", "largest lag", "steps", "trainer idle", "training time"];
@@ -230,7 +230,7 @@ function show(data) {
         const px = Math.round(u.valToPos(x, "x", true)) + 0.5;
         // many, or of several runs: short strokes at the foot, else a line through the chart
         const top = dense || several ? bbox.top + bbox.height - (several ? 5 + 5 * visible().indexOf(i) : 6) * ratio : bbox.top;
-        ctx.moveTo(px, top + (several ? 0 : 0));
+        ctx.moveTo(px, top);
         ctx.lineTo(px, several ? top + 4 * ratio : bbox.top + bbox.height);
       }
       ctx.stroke();
@@ -245,8 +245,10 @@ function show(data) {
     const lines = linesOf(chart, card.chosen);
     legend.replaceChildren();
     if (!lines.length) { box.append(el("p", { class: "small" }, "Nothing of the runs shown.")); card.plot = null; return; }
+    const windows = [...new Set(lines.filter((line) => line.strong).map((line) => line.run.smoothing_window))];
+    card.note.textContent = [chart.note, lines.some((line) => line.band) ? "The band is the 95% interval." : "", windows.length ? `Smoothed: the mean over ${windows.join(" or ")} rollouts up to each.` : ""].filter(Boolean).join(" ");
     const tables = [], series = [{}], bands = [];
-    for (const line of lines) {
+    for (const line of [...lines].reverse()) { // the first is drawn last, on top
       const paint = palette(line.paint);
       const few = line.points[0].length <= 60;
       tables.push(line.points);
@@ -298,7 +300,7 @@ function show(data) {
       where.textContent = x === null ? "" : axis() === "time" ? `at ${duration(x)}` : `at step ${whole(x)}`;
     };
     card.plot = new uPlot({
-      width: Math.max(120, box.clientWidth), height: 196, legend: { show: false }, series, bands, padding: [8, 6, 0, 0],
+      width: Math.max(120, box.clientWidth), height: card.height, legend: { show: false }, series, bands, padding: [8, 16, 0, 0],
       scales: { x: { time: false, range: (u, low, high) => (zoom ? zoom : low === high ? [low - 1, high + 1] : [low, high]) }, y: { range } },
       axes: [
         { ...axisStyle, grid: { show: false }, size: 26, space: 70, values: (u, ticks) => ticks.map((t) => (axis() === "time" ? (t === 0 ? "0" : duration(t)) : Number.isInteger(t) ? whole(t) : "")) },
@@ -323,12 +325,11 @@ function show(data) {
   };
   const unzoom = el("button", { class: "pill", id: "unzoom", hidden: !zoom, onclick: () => setZoom(null) }, "whole run");
   const redraw = () => cards.filter((card) => card.built).forEach(build);
-  const rebuild = redraw;
   const watch = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting && !entry.target.card.built) build(entry.target.card);
   }, { rootMargin: "400px" });
   const sizes = new ResizeObserver((entries) => {
-    for (const { target, contentRect } of entries) if (target.card.plot && Math.abs(target.card.plot.width - contentRect.width) > 1) target.card.plot.setSize({ width: contentRect.width, height: 196 });
+    for (const { target, contentRect } of entries) if (target.card.plot && Math.abs(target.card.plot.width - contentRect.width) > 1) target.card.plot.setSize({ width: contentRect.width, height: target.card.height });
   });
   addEventListener("beforeprint", () => cards.filter((card) => !card.built).forEach(build));
 
@@ -337,15 +338,24 @@ function show(data) {
     main.append(section);
     return section;
   };
+  // A curve that stays where it is for the whole run is told in words.
+  const isStill = (chart) => Object.keys(chart.lines).every((name) => {
+    const values = runs.flatMap((run) => run.series[name]?.[1] || []);
+    return values.length > 2 * runs.length && values.every((value) => value !== null && value === values[0]);
+  });
+  const stillAt = (name) => number(runs.find((run) => run.series[name]).series[name][1][0]);
   for (const [number_, { title, note, charts }] of data.sections.entries()) {
     const section = sectionOf(title, title === "Learning" ? "Drag over a chart to zoom all of them, double-click to zoom out." : title === "Off-policy" && runs.some((run) => run.syncs.step.length) ? "Strokes mark the moments of syncs: dashed lines where there is room, ticks at the foot of a chart where there are many." : note);
     if (title === "Time") section.append(stageBars());
-    const grid = el("div", { class: "charts" });
+    const still = charts.filter(isStill);
+    const grid = el("div", { class: title === "Learning" ? "charts large" : "charts" });
     section.append(grid);
+    if (still.length) section.append(el("p", { class: "small still" }, `Never changed: ${still.flatMap((chart) => Object.keys(chart.lines).map((name) => `${name} ${stillAt(name)}`)).join(", ")}.`));
     charts.forEach((chart, place_) => {
+      if (still.includes(chart)) return;
       const key = `${number_}.${place_}`;
       const metrics = Object.keys(chart.lines);
-      const card = { chart, section: title, chosen: state.get(`m${key}`) || metrics[0], box: el("div", { class: "plot" }), legend: el("div", { class: "legend" }) };
+      const card = { chart, section: title, chosen: state.get(`m${key}`) || metrics[0], height: title === "Learning" ? 250 : 196, box: el("div", { class: "plot" }), note: el("p", { class: "note" }, chart.note), legend: el("div", { class: "legend" }) };
       const selectable = several && metrics.length > 1 && !metrics.some((name) => name.endsWith(" (smoothed)"));
       const choose = selectable ? el("div", { class: "choose" }, metrics.map((metric) => {
         const button = el("button", { onclick: () => {
@@ -358,7 +368,8 @@ function show(data) {
         return button;
       })) : null;
       card.box.card = card;
-      grid.append(el("div", { class: "chart" }, el("div", { class: "top" }, el("h3", {}, chart.title), choose), card.legend, card.box, chart.note ? el("p", { class: "note" }, chart.note) : null));
+      card.box.style.height = `${card.height}px`;
+      grid.append(el("div", { class: "chart" }, el("div", { class: "top" }, el("h3", {}, chart.title), choose), card.legend, card.box, card.note));
       cards.push(card);
       watch.observe(card.box);
       sizes.observe(card.box);
@@ -559,10 +570,10 @@ function show(data) {
       el("button", { class: "pill", onclick: () => { group = keyOf(row); remember("group", group); groupChip.hidden = false; view.update(true); } }, "show its siblings"),
     ];
     const view = table({
-      id: "completions", count, size: 25, detail, cards: true,
+      id: "completions", count, size: 20, detail, cards: true,
       order: (key) => (row) => (key === "prompt" ? prompts[c.prompt[row]] : c[key][row]),
       columns: [
-        ...(several ? [{ title: "run", key: "run", cell: (row) => [dot(c.run[row]), runs[c.run[row]].name] }] : []),
+        ...(several ? [{ title: "run", key: "run", kind: "name", cell: (row) => [dot(c.run[row]), runs[c.run[row]].name] }] : []),
         ...["rollout", "version", "lag"].map((name) => ({ title: name, key: name, numeric: true, cell: (row) => number(c[name][row]) })),
         { title: "reward", key: "reward", numeric: true, cell: (row) => (c.reward[row] === null ? "late" : number(c.reward[row])) },
         { title: "advantage", key: "advantage", numeric: true, cell: (row) => fixed(c.advantage[row], 3) + (c.live[row] === false ? " ∅" : "") },
@@ -608,7 +619,7 @@ function show(data) {
     };
     section.append(
       el("div", { class: "toolbar" }, el("label", { class: "wide" }, "find", find), several ? el("label", { style: "display:flex;gap:6px;align-items:center;height:34px;font-size:14px" }, only, "only what differs") : null),
-      el("div", { class: "scroller" }, el("table", { id: "settings" }, el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run, i) => el("th", {}, several ? dot(i) : null, several ? run.name : "value")))), body)),
+      el("div", { class: "scroller tall" }, el("table", { id: "settings" }, el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run, i) => el("th", {}, several ? dot(i) : null, several ? run.name : "value")))), body)),
     );
     fill();
   }
@@ -640,7 +651,7 @@ function show(data) {
   try {
     const key = `lgrpo.scroll.${location.pathname}`;
     const y = sessionStorage.getItem(key);
-    if (data.refresh && y !== null) { cards.forEach(() => {}); scrollTo(0, Number(y)); }
+    if (data.refresh && y !== null) scrollTo(0, Number(y));
     addEventListener("pagehide", () => sessionStorage.setItem(key, scrollY));
   } catch { /* no storage: the page starts at its top */ }
   if (data.refresh) {
