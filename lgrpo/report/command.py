@@ -21,6 +21,8 @@ def report(args: Sequence[str]) -> None:
     out: Path = given.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if out.is_dir():
         raise SystemExit(f"lgrpo: --out {out} is a folder; name a file in it")
+    if given.watch is not None:
+        _wait(runs, given.watch)
     try:
         records = write_page(runs, out, most_completions=given.completions, refresh=given.watch)
     except OSError as error:
@@ -32,6 +34,13 @@ def report(args: Sequence[str]) -> None:
     if given.watch is not None:
         print(f"Written again every {given.watch:g} s, and loaded again by itself; Ctrl-C ends it", flush=True)
         _watch(runs, out, given.completions, given.watch)
+
+
+def _wait(runs: Sequence[Path], seconds: float) -> None:
+    """Until every run that has begun has logged something."""
+    while early := [run for run in runs if run.is_dir() and not any(run.glob("**/metrics.csv"))]:
+        print(f"{early[0]} has no metrics yet: waiting for the first", flush=True)
+        time.sleep(seconds)
 
 
 def _watch(runs: Sequence[Path], out: Path, most_completions: int, seconds: float) -> None:
