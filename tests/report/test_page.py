@@ -110,7 +110,8 @@ class TestNumbers:
         show_all(browser)
         upper, middle = browser.eval(
             "(({plot, lines}) => { const l = lines.find((l) => l.metric === 'val/pass@8');"
-            "return [plot.data[l.at + 1][0], plot.data[l.at][0]]; })(pageCharts.get('Learning / pass@k, held-out problems'))"
+            "return [plot.data[l.at + 1][0], plot.data[l.at][0]]; })"
+            "(pageCharts.get('Learning / pass@k, held-out problems'))"
         )
         assert upper - middle == pytest.approx(1.96 * 0.03)
 
@@ -130,7 +131,8 @@ class TestNumbers:
     def test_the_legend_follows_the_cursor(self, browser, run, page):
         browser.open(page)
         browser.eval(
-            "(({plot}) => plot.setCursor({left: plot.valToPos(37, 'x'), top: 50}))(pageCharts.get('Learning / Reward of rollouts'))"
+            "(({plot}) => plot.setCursor({left: plot.valToPos(37, 'x'), top: 50}))"
+            "(pageCharts.get('Learning / Reward of rollouts'))"
         )
         value = logged(run)["rollout/reward"][37][1]
         until(lambda: "at step 37" in text(browser, ".chart .legend"), "the legend")
@@ -145,18 +147,17 @@ class TestNumbers:
 
     def test_zoom_is_remembered(self, browser, page):
         browser.open(page, "zoom=20..40")
-        assert browser.eval("[...pageCharts.values()].map(({plot}) => [plot.scales.x.min, plot.scales.x.max])[0]") == [
-            20,
-            40,
-        ]
+        show_all(browser)
+        ends = "[...pageCharts.values()].map(({plot}) => [plot.scales.x.min, plot.scales.x.max])"
+        assert all(end == [20, 40] for end in browser.eval(ends))
         browser.eval("document.querySelector('#unzoom').click()")
-        assert browser.eval("[...pageCharts.values()][0].plot.scales.x.max") == 99
+        assert browser.eval(ends)[0] == [0, 99]
         assert browser.eval("location.hash") == "#"
 
     def test_a_real_run(self, browser, tmp_path):
         """Through the commands a user types."""
         short = ["--data.num_rollouts=6", "--trainer.max_epochs=2", "--data.evaluation.num_problems=16"]
-        log = ["--trainer.callbacks=lgrpo.callbacks.RolloutLog", "--trainer.callbacks.every=2"]
+        log = ["--trainer.callbacks.every=2"]  # of the last one, the RolloutLog
         run = tmp_path / "real"
         main(["fit", f"--config={TINY}", f"--run={run}", *short, *log, "--weight_sync.period=4"])
         main(["report", str(run)])
@@ -169,12 +170,10 @@ class TestNumbers:
         assert {"rollout/reward", "val/pass@1", "train/lag", "train/kl_behaviour", "time/wait"} <= set(drawn)
         versions = browser.eval("[...document.querySelectorAll('#syncs tr.row')].map((r) => r.cells[0].innerText)")
         assert versions == ["0", "1", "2"]
-        assert (
-            browser.eval(
-                "[...document.querySelectorAll('#completions tr.row')].map((r) => [r.cells[0].innerText, r.cells[1].innerText])"
-            )
-            == [[str(k), str(k // 4)] for k in (0, 2, 4) for _ in range(8)][:20]
+        cells = (
+            "[...document.querySelectorAll('#completions tr.row')].map((r) => [0, 1].map((k) => r.cells[k].innerText))"
         )
+        assert browser.eval(cells) == [[str(k), str(k // 4)] for k in (0, 2, 4) for _ in range(8)][:20]
         assert counted(browser) == "48 rows"
         assert "12of 12: complete" in text(browser, "#tiles")
         assert browser.errors == []
@@ -191,7 +190,7 @@ class TestTable:
             ({"#filter-version": "3"}, lambda r: r["version"] == 3),
             ({"#filter-advantage": "<=-1"}, lambda r: r["advantage"] <= -1),
             ({"select#filter-live": "no"}, lambda r: not r["live"]),
-            ({"#search": "think", "#filter-rollout": ">=30", "#filter-lag": "<5"}, lambda r: r["reward"] == 0 and 30 <= r["rollout"] < 35),
+            ({"#search": "think", "#filter-rollout": ">=30"}, lambda r: r["reward"] == 0 and r["rollout"] >= 30),
             ({"#search": "nowhere to be found"}, lambda r: False),
         ],
         ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else "",

@@ -347,7 +347,7 @@ function show(data) {
   for (const [number_, { title, note, charts }] of data.sections.entries()) {
     const section = sectionOf(title, title === "Learning" ? "Drag over a chart to zoom all of them, double-click to zoom out." : title === "Off-policy" && runs.some((run) => run.syncs.step.length) ? "Strokes mark the moments of syncs: dashed lines where there is room, ticks at the foot of a chart where there are many." : note);
     if (title === "Time") section.append(stageBars());
-    const still = charts.filter(isStill);
+    const still = title === "Learning" ? [] : charts.filter(isStill);
     const grid = el("div", { class: title === "Learning" ? "charts large" : "charts" });
     section.append(grid);
     if (still.length) section.append(el("p", { class: "small still" }, `Never changed: ${still.flatMap((chart) => Object.keys(chart.lines).map((name) => `${name} ${stillAt(name)}`)).join(", ")}.`));
