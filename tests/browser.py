@@ -103,6 +103,11 @@ class Browser:
             f"e.dispatchEvent(new Event('{event}', {{bubbles: true}})); }})()"
         )
 
+    def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
+        """One event of a real mouse: mousePressed, mouseMoved or mouseReleased."""
+        held = {"button": "left", "buttons": 0 if kind == "mouseReleased" else 1, "clickCount": clicks}
+        self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **held)
+
     def screenshot(self, path: Path, whole: bool = False) -> None:
         clip = {}
         if whole:

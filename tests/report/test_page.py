@@ -152,7 +152,28 @@ class TestNumbers:
         assert all(end == [20, 40] for end in browser.eval(ends))
         browser.eval("document.querySelector('#unzoom').click()")
         assert browser.eval(ends)[0] == [0, 99]
-        assert browser.eval("location.hash") == "#"
+        assert browser.eval("location.hash") == ""
+
+    def test_dragging_zooms_every_chart_and_a_double_click_ends_it(self, browser, page):
+        browser.open(page)
+        show_all(browser)
+        left, top = browser.eval(
+            "(({plot}) => { const box = plot.over.getBoundingClientRect(); return [box.left, box.top + 60]; })"
+            "(pageCharts.get('Learning / Reward of rollouts'))"
+        )
+        browser.mouse("mousePressed", left + 100, top)
+        browser.mouse("mouseMoved", left + 200, top)
+        browser.mouse("mouseReleased", left + 200, top)
+        ends = "[...pageCharts.values()].map(({plot}) => [plot.scales.x.min, plot.scales.x.max].join())"
+        zoomed = set(browser.eval(ends))
+        assert len(zoomed) == 1
+        low, high = map(float, zoomed.pop().split(","))
+        assert 10 < low < high < 60
+        for clicks in (1, 2):
+            browser.mouse("mousePressed", left + 150, top, clicks)
+            browser.mouse("mouseReleased", left + 150, top, clicks)
+        assert browser.eval(ends)[0] == "0,99"
+        assert browser.errors == []
 
     def test_a_real_run(self, browser, tmp_path):
         """Through the commands a user types."""
