@@ -1,4 +1,4 @@
-"""The command line: ``lgrpo fit | validate | test``, which are LightningCLI's, and ``lgrpo plan``."""
+"""The command line: ``lgrpo fit | validate | test``, which are LightningCLI's, ``lgrpo plan`` and ``lgrpo report``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lgrpo.checkpoints import newest_checkpoint, sweep_parts
 from lgrpo.data import RolloutDataModule
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
-from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, write_summary
+from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, report, write_summary
 
 CALLBACK_KEYS = {
     "weight_sync": WeightSync,
@@ -46,7 +46,8 @@ RESUMABLE = 75
 """Exit code of a run that was stopped by a signal with a checkpoint: the system's own word for "try again later"."""
 EPILOG = (
     "lgrpo plan --config … says what a config means before anything is loaded: lags, syncs, tokens, memory. "
-    "lgrpo test --checkpoints RUN evaluates every checkpoint of a run."
+    "lgrpo test --checkpoints RUN evaluates every checkpoint of a run. "
+    "lgrpo report RUN … writes a page of a run, or of several."
 )
 
 
@@ -306,6 +307,8 @@ def main(args: list[str] | None = None) -> None:
     try:
         if args and args[0] == "plan":
             print(plan(ParseOnly(args[1:]).config))
+        elif args and args[0] == "report":
+            report(args[1:])
         else:
             LGRPOCLI(args)
     finally:

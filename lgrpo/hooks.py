@@ -5,14 +5,9 @@ They never import each other. What one needs of another it takes from the Traine
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import warnings
-from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 import lightning as L
 from torch import Tensor
@@ -133,22 +128,6 @@ def run_folder(trainer: L.Trainer) -> Path:
     """Where a run's own files go: the root the user gave the Trainer, or else the logger's folder."""
     root = Path(trainer.default_root_dir)
     return root if root.resolve() != Path.cwd() or trainer.log_dir is None else Path(trainer.log_dir)
-
-
-def append_lines(trainer: L.Trainer, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Adds rows to a JSON-lines file of the run. Where that fails training goes on, and no half line is left."""
-    path = run_folder(trainer) / name
-    size = 0
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            size = file.tell()
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.truncate(path, size)
-        policy_owner(trainer).note("fault/file_writes", 1.0)
-        warnings.warn(f"{path} could not be written ({error.strerror}); training goes on", stacklevel=2)
 
 
 def call_stage(trainer: L.Trainer, stage: Stage) -> None:

@@ -179,7 +179,9 @@ def main() -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         killed = chaos(Path(folder), arguments.kills, arguments.rollouts, arguments.seed)
-    print(f"killed {sum(killed.values())} times ({killed}), in {time.perf_counter() - started:.0f} s: the end is the same")
+    print(
+        f"killed {sum(killed.values())} times ({killed}), in {time.perf_counter() - started:.0f} s: the end is the same"
+    )
 
 
 if __name__ == "__main__":

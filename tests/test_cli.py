@@ -108,7 +108,7 @@ def test_every_metric_of_the_page_is_logged_and_every_logged_one_explained(finis
     run, _ = finished
     page = (CONFIGS.parent / "tutorials" / "pages" / "metrics.md").read_text(encoding="utf-8")
     explained = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
-    logged = {re.sub(r"@\d+$", "@k", name) for name in read_series(run)}
+    logged = {re.sub(r"@\d+(_stderr)?$", r"@k\1", name) for name in read_series(run)}
     only_sometimes = {"rollout/resampled_fraction", "val/maj@k"}  # with dynamic sampling; with more than two samples
     only_sometimes |= {f"rollout/late_{kind}" for kind in ("waiting", "joined", "dropped")}  # where rewards are late
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")

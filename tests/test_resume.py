@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -13,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, SupervisedWarmStart, ZeroVarianceMask
 from lgrpo.advantages import DropNegatives, ExponentiallyWeighted
-from lgrpo.callbacks import ExactResume, GracefulInterrupt
+from lgrpo.callbacks import ExactResume, GracefulInterrupt, RolloutLog
 from lgrpo.data import DynamicSampling
 from lgrpo.report import read_series
 from lgrpo.tasks import SortDigits
@@ -77,6 +78,31 @@ def test_with_rollouts_waiting_that_have_no_advantages_yet(tmp_path, advantage):
         assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
     with pytest.raises(ValueError, match=r"data\.num_prompts was 4, here it is 8: the prompts"):
         fit(**again | {"data": data | {"num_prompts": 8, "group_size": 2}}, ckpt_path=str(tmp_path / "step=4.ckpt"))
+
+
+def test_no_line_of_a_ledger_is_doubled(tmp_path):
+    """Neither by what a lost attempt had written beyond the checkpoint, nor by the line its crash cut short."""
+
+    def lines(name):
+        rows = [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
+        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+    def own(save=False):
+        given = settings(tmp_path, ClippedLoss(kl_coef=0.1), save)
+        return given | {"callbacks": [*given["callbacks"], RolloutLog(every=2, num_groups=2)]}
+
+    fit(**own(save=True))
+    straight = {name: lines(name) for name in ("syncs.jsonl", "completions.jsonl")}
+    assert [row["version"] for row in straight["syncs.jsonl"]] == [0, 1]
+    assert [row["rollout"] for row in straight["completions.jsonl"]] == [0] * 8 + [2] * 8 + [4] * 8
+    assert [row["version"] for row in straight["completions.jsonl"]] == [0] * 16 + [1] * 8
+    for step in (1, 4, 6):
+        for name in straight:
+            with (tmp_path / name).open("a") as file:
+                file.write('{"rollout": 5, "version": 9, "prom')
+        fit(**own(), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+        for name, expected in straight.items():
+            assert lines(name) == expected, f"{name} from step {step}"
 
 
 class Hit(RolloutCallback):

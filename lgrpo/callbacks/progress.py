@@ -1,22 +1,34 @@
-"""One line that says what the run is doing."""
+"""What the run is doing, in the terminal."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
+from collections import deque
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
-from tqdm import tqdm
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
 
-from lgrpo.hooks import RolloutCallback, Stage
+from lgrpo.hooks import RolloutCallback, Stage, rollout_owner
 from lgrpo.types import RolloutBatch
+
+NARROW = 64
+"""Columns below which there is no room for a bar."""
 
 
 class RolloutProgress(RolloutCallback, ProgressBar):
-    """A live line in a terminal: the stage, the step, reward, lag and pass@1. Elsewhere a plain line now and then."""
+    """Two live lines in a terminal: stage, rollouts done, time left; reward, lag, pass@1, tokens per second.
+
+    Elsewhere a plain line now and then. ``trainer.enable_progress_bar: false`` turns both off.
+    """
 
     def __init__(self, lines: int = 10) -> None:
         """
@@ -25,9 +37,12 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         """
         super().__init__()
         self.lines = lines
-        self._bar: tqdm | None = None
         self._enabled = True
-        self._started = 0.0
+        self._live: Live | None = None
+        self._redirected: list[tuple[logging.StreamHandler, Any]] = []
+        self._stage = ""
+        self._figures: list[str] = []
+        self._begin(0, 0)
 
     def disable(self) -> None:
         self._enabled = False
@@ -36,48 +51,128 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._enabled = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._started = time.perf_counter()
-        if self._enabled and trainer.is_global_zero and sys.stderr.isatty():
-            sized = os.get_terminal_size(sys.stderr.fileno()).columns > 0  # some terminals do not know their size
-            self._bar = tqdm(
-                total=self._num_steps(trainer),
-                initial=trainer.global_step,
-                unit="step",
-                dynamic_ncols=sized,
-                ncols=None if sized else 100,
-                nrows=None if sized else 24,
-            )
+        self._begin(trainer.global_step, self._num_steps(trainer))
+        self._reuse = rollout_owner(trainer).reuse
+        if self._enabled and trainer.is_global_zero and can_show(sys.stderr):
+            self._open()
 
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
-        if self._bar is not None:
-            self._bar.set_description_str(f"{stage:<8}")
+        self._stage = str(stage)
+        self._since = time.perf_counter()
+        if self._live is not None:
+            self._live.refresh()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        figures = self._figures(trainer, batch)
-        if self._bar is not None:
-            self._bar.set_postfix_str(figures, refresh=False)
-            self._bar.update(trainer.global_step - self._bar.n)
-        elif self._enabled and self.lines and trainer.is_global_zero:
-            total = self._num_steps(trainer)
-            every = max(1, total // self.lines)
-            if trainer.global_step % every == 0 or trainer.global_step == total:
+        self._step = trainer.global_step
+        self._figures = self._read(trainer, batch)
+        if self._live is None and self._enabled and self.lines and trainer.is_global_zero:
+            every = max(1, self._total // self.lines)
+            if self._step % every == 0 or self._step == self._total:
                 seconds = time.perf_counter() - self._started
-                print(f"step {trainer.global_step}/{total}  {seconds:.0f} s  {figures}", flush=True)
+                print(f"step {self._step}/{self._total}  {seconds:.0f} s  {'  '.join(self._figures)}", flush=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._figures and "val/pass@1" in trainer.callback_metrics:
+            own = [figure for figure in self._figures if not figure.startswith("pass@1")]
+            self._figures = [*own[:2], f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}", *own[2:]]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stage = "done"
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stage = "stopped"
         self._close()
 
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._close()
+
+    # What is shown
+
+    def _begin(self, step: int, total: int) -> None:
+        self._started = self._since = time.perf_counter()
+        self._first = self._step = step
+        self._total = total
+        self._reuse = 1
+        self._stage = "start"
+        self._figures = []
+        self._sampled: deque[tuple[float, int, float]] = deque(maxlen=20)  # when, which rollout, tokens up to it
+
+    def _read(self, trainer: L.Trainer, batch: RolloutBatch) -> list[str]:
+        lag = trainer.global_step - 1 - int(batch.behaviour_step.min())  # the step just made is counted already
+        figures = [f"reward {batch.metrics['rollout/reward']:.3f}", f"lag {lag}"]
+        if "val/pass@1" in trainer.callback_metrics:
+            figures.append(f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}")
+        if not self._sampled or self._sampled[-1][1] != batch.rollout:
+            before = self._sampled[-1][2] if self._sampled else 0.0
+            self._sampled.append((time.perf_counter(), batch.rollout, before + batch.totals.all_tokens))
+        if len(self._sampled) > 1:
+            (start, _, none), (end, _, tokens) = self._sampled[0], self._sampled[-1]
+            figures.append(f"{(tokens - none) / max(end - start, 1e-9):,.0f} tokens/s")
+        return figures
+
+    def _left(self) -> str:
+        """By the mean time of the steps of this attempt, validations included."""
+        made = self._step - self._first
+        if not made:
+            return ""
+        seconds = (time.perf_counter() - self._started) / made * (self._total - self._step)
+        return f"{clock(seconds)} left" if self._step < self._total else clock(time.perf_counter() - self._started)
+
+    def __rich__(self) -> RenderableType:
+        wide = self._width() >= NARROW
+        took = time.perf_counter() - self._since
+        stage = f"{self._stage} {took:.0f} s" if took >= 2 and self._stage not in ("done", "stopped") else self._stage
+        done, total = self._step // self._reuse, self._total // self._reuse
+        top = Table.grid(padding=(0, 2, 0, 0), expand=wide)
+        top.add_column(width=14 if wide else None, no_wrap=True)
+        if wide:
+            top.add_column(ratio=1)
+        top.add_column(no_wrap=True, justify="right")
+        top.add_column(no_wrap=True, justify="right")
+        count = Text(f"{done}/{total} rollouts" if wide else f"{done}/{total}")
+        cells: list[RenderableType] = [Text(stage, style="bold"), count, Text(self._left(), style="dim")]
+        if wide:
+            cells.insert(1, Bar(total=max(self._total, 1), completed=self._step, complete_style="blue"))
+        top.add_row(*cells)
+        whole = Table.grid()
+        whole.add_row(top)
+        figures = "  ".join(self._figures) or "the first rollout is on its way"
+        whole.add_row(Text(" " * 16 * wide + figures, style="dim", no_wrap=wide, overflow="ellipsis"))
+        return whole
+
+    # The terminal
+
+    def _open(self) -> None:
+        before = self._stream = sys.stderr
+        self._console = Console(file=before)
+        self._width()
+        self._live = Live(self, console=self._console, refresh_per_second=2, redirect_stdout=sys.stdout.isatty())
+        self._live.start(refresh=True)
+        for name in (None, "lightning.pytorch", "lightning.fabric", "lightning"):  # what is logged goes above the lines
+            for handler in logging.getLogger(name).handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                    self._redirected.append((handler, before))
+                    handler.setStream(sys.stderr)
+
+    def _width(self) -> int:
+        """Of the terminal as it is now; some do not know their own."""
+        columns = os.get_terminal_size(self._stream.fileno()).columns
+        if columns:
+            self._console.width = columns
+        return self._console.width
+
     def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+            for handler, stream in self._redirected:
+                handler.setStream(stream)
+            self._redirected.clear()
 
     def _num_steps(self, trainer: L.Trainer) -> int:
         per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
@@ -86,10 +181,18 @@ class RolloutProgress(RolloutCallback, ProgressBar):
             limits.append(per_epoch * trainer.max_epochs)
         return min(limits, default=per_epoch)
 
-    @staticmethod
-    def _figures(trainer: L.Trainer, batch: RolloutBatch) -> str:
-        lag = trainer.global_step - 1 - int(batch.behaviour_step.min())  # the step just made is counted already
-        parts = [f"reward {batch.metrics['rollout/reward']:.3f}", f"lag {lag}"]
-        if "val/pass@1" in trainer.callback_metrics:
-            parts.append(f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}")
-        return "  ".join(parts)
+
+def can_show(stream: Any) -> bool:
+    """Whether lines can be drawn over: a terminal that knows how to."""
+    return bool(stream.isatty()) and os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> clock(5), clock(125), clock(7384)
+    ('0:05', '2:05', '2:03:04')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -8,10 +8,11 @@ import lightning as L
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lgrpo.hooks import RolloutCallback, Stage, append_lines, rollout_owner
+from lgrpo.callbacks.lines import append_lines
+from lgrpo.hooks import RolloutCallback, Stage, rollout_owner
 from lgrpo.types import RolloutBatch
 
-COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag")
+COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version")
 
 
 class RolloutLog(RolloutCallback):
@@ -37,14 +38,16 @@ class RolloutLog(RolloutCallback):
             return
         batch, self._batch = self._batch, None
         table = [self._row(trainer, batch, i) for i in range(min(self.num_groups * batch.group_size, len(batch)))]
-        append_lines(trainer, "completions.jsonl", table)
+        append_lines(trainer, "completions.jsonl", table, "rollout")
         for logger in trainer.loggers:
             _log_table(logger, table, trainer.global_step)
 
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
-        tokenizer = rollout_owner(trainer).tokenizer
+        data = rollout_owner(trainer)
+        tokenizer = data.tokenizer
         sampled = batch.completion_mask[i]
         behaviour_step = int(batch.behaviour_step[i])
+        versions = {record.step: record.version for record in data.engine.ledger}
         values = (
             batch.rollout,
             trainer.global_step,
@@ -55,6 +58,7 @@ class RolloutLog(RolloutCallback):
             bool(batch.loss_mask[i].any()),
             behaviour_step,
             trainer.global_step - behaviour_step,
+            versions.get(behaviour_step),
         )
         return dict(zip(COLUMNS, values, strict=True))
 

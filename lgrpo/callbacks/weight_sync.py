@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
+from abc import ABC, abstractmethod
+from typing import Any, final
 
 import lightning as L
 from jsonargparse.typing import PositiveInt
 
-from lgrpo.hooks import RolloutCallback, append_lines, policy_owner, rollout_owner, run_folder
+from lgrpo.callbacks.lines import append_lines
+from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
 from lgrpo.settings import Settings
 
-LEDGER = "syncs.jsonl"
+
+class EngineSync(RolloutCallback, ABC):
+    """Hands the engine the policy before the rollouts a subclass chooses, and keeps the ledger in ``syncs.jsonl``."""
+
+    @abstractmethod
+    def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
+        """Whether the engine gets the policy before rollout k. Asked once for each rollout; the same on all ranks."""
+
+    def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int | None:
+        """How many rollouts will be sampled from weights that are handed over before rollout k, where it is known."""
+        return None
+
+    def reason(self) -> dict[str, Any]:
+        """What the ledger's line says beside the sync itself: why it came."""
+        return {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        others = [c for c in trainer.callbacks if isinstance(c, EngineSync)]  # type: ignore[attr-defined]
+        if len(others) > 1:
+            raise ValueError(
+                f"the Trainer has {len(others)} callbacks that sync the engine ({', '.join(map(str, others))}): it can "
+                "follow only one"
+            )
+
+    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
+        engine = rollout_owner(trainer).engine
+        if not self.is_due(trainer, rollout) and not engine.spent:  # spent: after a resume with another period
+            return
+        weights = policy_owner(trainer).policy_weights()
+        record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
+        if trainer.is_global_zero:
+            append_lines(trainer, "syncs.jsonl", [record.as_dict() | {"rollout": rollout} | self.reason()], "version")
 
 
-class WeightSync(RolloutCallback):
+@final
+class WeightSync(EngineSync):
     """Hands the engine the policy before rollouts 0, v, 2v, …: the behaviour policy is then 0 to v - 1 rollouts old.
 
     With a lead of o rollouts (``data.lead``), before rollouts 0, o, o + v, o + 2v, …: by then 0, 0, v, 2v, … rollouts
@@ -28,38 +62,19 @@ class WeightSync(RolloutCallback):
         if period is not None and period < 1:
             raise ValueError(f"weight_sync.period is {period}; it counts rollouts, 1 or more")
         self.period = None if period is None else int(period)
-        self._is_written = False
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        others = [c for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
-        if len(others) > 1:
-            raise ValueError(
-                f"the Trainer has {len(others)} WeightSync callbacks (periods {[c.period for c in others]}): the "
-                "engine can follow only one"
-            )
-        self._is_written = False
+    def __str__(self) -> str:
+        return f"WeightSync(period={self.period})"
 
-    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
-        data = rollout_owner(trainer)
-        since = rollout - data.lead  # rollouts trained on by now
-        is_due = self.period is not None and since >= 0 and since % self.period == 0
-        if rollout == 0 or is_due or data.engine.spent:  # spent: after a resume with another period
-            weights = policy_owner(trainer).policy_weights()
-            num_rollouts = data.lead if rollout < data.lead else self.period and self.period - since % self.period
-            data.engine.load_weights(weights, trainer.global_step, num_rollouts)
-            self._write(trainer)
+    def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
+        since = rollout - rollout_owner(trainer).lead  # rollouts trained on by now
+        return rollout == 0 or (self.period is not None and since >= 0 and since % self.period == 0)
+
+    def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int | None:
+        lead = rollout_owner(trainer).lead
+        if rollout < lead or self.period is None:
+            return lead or None
+        return self.period - (rollout - lead) % self.period
 
     def resume_settings(self) -> Settings:
         return {"weight_sync": {"class": type(self).__name__, "period": self.period}}
-
-    def _write(self, trainer: L.Trainer) -> None:
-        """Adds the sync to the run's ledger; after a resume first drops those that are to come again."""
-        if not trainer.is_global_zero:
-            return
-        ledger = rollout_owner(trainer).engine.ledger
-        path = run_folder(trainer) / LEDGER
-        if not self._is_written:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-        append_lines(trainer, LEDGER, [record.as_dict() for record in (ledger[-1:] if self._is_written else ledger)])
-        self._is_written = True

@@ -13,6 +13,7 @@ def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
     """Sets ``totals`` and completes ``metrics``, all of them in one collective. The masks must be final."""
     known = batch.is_known
     sampled, rewards = batch.completion_mask[known], batch.rewards[known].double()
+    of_groups = rewards.view(-1, batch.group_size).mean(1)
     local = {
         "all_tokens": sampled.sum(),
         "live_tokens": batch.loss_mask.sum(),
@@ -20,6 +21,8 @@ def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
         "live_sequences": batch.loss_mask.any(1).sum(),
         "reward": rewards.sum(),
         "reward_squared": rewards.square().sum(),
+        "groups": torch.tensor(len(of_groups)),
+        "group_reward_squared": of_groups.square().sum(),
         "zero_variance": (~has_reward_variance(batch.rewards[known], batch.group_size)).sum(),
         "truncated": batch.truncated[known].sum(),
         "ranks": torch.tensor(1),
@@ -32,10 +35,12 @@ def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
     batch.totals = StepTotals(**{name: total[name] for name in StepTotals.__slots__})
     figures = _deviations({name: total[name] / total["ranks"] for name in batch.metrics})
     count = max(total["all_sequences"], 1)  # none, where every score is late
-    mean = total["reward"] / count
+    mean, groups = total["reward"] / count, total["groups"]
+    between = max(total["group_reward_squared"] / max(groups, 1) - mean**2, 0.0)
     batch.metrics = {
         "rollout/reward": mean,
         "rollout/reward_std": max(total["reward_squared"] / count - mean**2, 0.0) ** 0.5,
+        "rollout/reward_stderr": (between / max(groups - 1, 1)) ** 0.5,
         "rollout/zero_variance_fraction": total["zero_variance"] / count,
         "rollout/completion_length": total["all_tokens"] / count,
         "rollout/truncated_fraction": total["truncated"] / count,

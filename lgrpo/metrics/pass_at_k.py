@@ -11,12 +11,13 @@ from lgrpo.functional import majority_at_k, pass_at_k, standard_error
 
 
 class PassAtK(Metric):
-    """pass@1, pass@2, pass@4 … up to the number of samples drawn, each the mean over problems; maj@k from 4 on.
+    """pass@1, pass@2, pass@4 … up to the number of samples drawn, each the mean over problems, with its standard
+    error; maj@k from 4 on.
 
     >>> metric = PassAtK()
     >>> metric.update(torch.tensor([[True, False], [False, False]]))
-    >>> metric.compute()
-    {'pass@1': tensor(0.2500), 'pass@1_stderr': tensor(0.2500), 'pass@2': tensor(0.5000)}
+    >>> {name: round(float(value), 2) for name, value in metric.compute().items()}
+    {'pass@1': 0.25, 'pass@1_stderr': 0.25, 'pass@2': 0.5, 'pass@2_stderr': 0.5}
     """
 
     full_state_update = False
@@ -40,8 +41,10 @@ class PassAtK(Metric):
         num_samples = correct.shape[1]
         counts = torch.full((len(correct),), num_samples, device=correct.device), correct.sum(1)
         ks = sorted({2**j for j in range(num_samples.bit_length()) if 2**j <= num_samples} | {num_samples})
-        figures = {f"pass@{k}": pass_at_k(*counts, k).mean() for k in ks}
-        figures["pass@1_stderr"] = standard_error(pass_at_k(*counts, 1))
+        figures: dict[str, Tensor] = {}
+        for k in ks:
+            of_problems = pass_at_k(*counts, k)
+            figures |= {f"pass@{k}": of_problems.mean(), f"pass@{k}_stderr": standard_error(of_problems)}
         if bool((answers >= 0).any()):  # of two answers none is commoner
             figures |= {f"maj@{k}": majority_at_k(answers, correct, k).mean() for k in ks if k > 2}
         return dict(sorted(figures.items(), key=lambda item: _order(item[0])))

@@ -1,0 +1,459 @@
+"""The page of a run as a browser shows it: its numbers, its filters, and nothing a run wrote runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lgrpo.cli import main
+from lgrpo.report import write_page
+from tests.browser import Browser, needs_chromium, until
+from tests.report.made_up import completions, metrics, settings, write_run
+
+pytestmark = needs_chromium
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+EVERY_CURVE = """
+[...pageCharts.values()].flatMap(({plot, lines}) => lines.map((line) => {
+  const points = plot.data[0].map((x, i) => [x, plot.data[line.at][i]]);
+  return [line.run.name, line.metric, points.filter(([x, y]) => y !== null && y !== undefined)];
+}))
+"""
+HOSTILE = [
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 2'>",
+    "--><svg/onload=window.hacked=3>",
+    "\x00\x07\x1b[31mred\x7f\u202eturned\u2028",
+    "half \ud800 of \udc00 a pair, a whole one 😀",
+    "${window.hacked = 4} {{SCRIPT}} \\u003cscript\\u003e",
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "one")
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    write_page([run], run / "report.html")
+    return run / "report.html"
+
+
+def show_all(browser):
+    """Every chart is drawn once it comes into view."""
+    browser.resize(1280, 12_000)
+    until(lambda: browser.eval("document.querySelectorAll('.plot:empty').length === 0"), "every chart")
+    browser.resize(1280)
+
+
+def logged(run):
+    """The CSV, read by other means than the page's own."""
+    values = {}
+    with next(run.glob("metrics/version_0/metrics.csv")).open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                if text and name != "step":
+                    values.setdefault(name, []).append([int(row["step"]), float(text)])
+    return values
+
+
+def rows(browser):
+    return browser.eval("[...document.querySelectorAll('#completions tr.row')].map((row) => row.innerText)")
+
+
+def counted(browser):
+    return browser.eval("document.querySelector('#completions').closest('div').nextSibling.firstChild.textContent")
+
+
+def text(browser, selector):
+    return browser.eval(f"document.querySelector({json.dumps(selector)})?.textContent")
+
+
+class TestNumbers:
+    def test_every_curve_is_the_csv(self, browser, run, page):
+        browser.open(page)
+        show_all(browser)
+        drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
+        smoothed = drawn.pop("rollout/reward (smoothed)")
+        expected = logged(run)
+        bands = {name for name in expected if name.endswith("_stderr")}
+        still = text(browser, "body")
+        constant = {name for name, points in expected.items() if len({value for _, value in points}) == 1} - bands
+        assert constant == {"rollout/zero_variance_fraction", "time/score", "time/wait", "time/update"} | {
+            f"time/{who}_idle_share" for who in ("trainer", "engine")
+        }
+        told = {name for name in constant if f"{name} " in still}
+        assert set(drawn) | told == set(expected) - bands
+        for name, points in drawn.items():
+            assert [x for x, _ in points] == [x for x, _ in expected[name]], name
+            assert [y for _, y in points] == pytest.approx([y for _, y in expected[name]], rel=1e-5, abs=1e-9), name
+        reward = [value for _, value in expected["rollout/reward"]]
+        assert smoothed[-1][1] == pytest.approx(sum(reward[-5:]) / 5, rel=1e-5)
+        assert browser.errors == []
+        assert browser.requests == [page.resolve().as_uri()]
+
+    def test_bands_are_95_percent(self, browser, page):
+        browser.open(page)
+        show_all(browser)
+        upper, middle = browser.eval(
+            "(({plot, lines}) => { const l = lines.find((l) => l.metric === 'val/pass@8');"
+            "return [plot.data[l.at + 1][0], plot.data[l.at][0]]; })"
+            "(pageCharts.get('Learning / pass@k, held-out problems'))"
+        )
+        assert upper - middle == pytest.approx(1.96 * 0.03)
+
+    def test_the_tiles(self, browser, run, page):
+        browser.open(page)
+        shown = text(browser, "#tiles")
+        scores = [value for _, value in logged(run)["val/pass@1"]]
+        reward = [value for _, value in logged(run)["rollout/reward"]][-5:]
+        assert f"{scores[0]:.2f} → {scores[-1]:.2f}± 0.039, best {scores[-1]:.2f}" in shown
+        assert f"reward{sum(reward) / 5:.3f}" in shown
+        assert "100of 100: complete" in shown
+        assert "syncs10largest lag 9" in shown
+        assert "trainer idle64%engine 36%" in shown
+        assert "sync 50 ms" in text(browser, "#stages")
+        assert "update 2.0 s" in text(browser, "#stages")
+
+    def test_the_legend_follows_the_cursor(self, browser, run, page):
+        browser.open(page)
+        browser.eval(
+            "(({plot}) => plot.setCursor({left: plot.valToPos(37, 'x'), top: 50}))"
+            "(pageCharts.get('Learning / Reward of rollouts'))"
+        )
+        value = logged(run)["rollout/reward"][37][1]
+        until(lambda: "at step 37" in text(browser, ".chart .legend"), "the legend")
+        assert f"each rollout {value:.4f}".rstrip("0") in text(browser, ".chart .legend")
+
+    def test_against_training_time(self, browser, page):
+        """3.5 s of waiting and 2 s of updating a step."""
+        browser.open(page, "x=time")
+        show_all(browser)
+        drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
+        assert [x for x, _ in drawn["train/lag"]] == pytest.approx([5.5 * step for step in range(100)], rel=1e-4)
+
+    def test_zoom_is_remembered(self, browser, page):
+        browser.open(page, "zoom=20..40")
+        show_all(browser)
+        ends = "[...pageCharts.values()].map(({plot}) => [plot.scales.x.min, plot.scales.x.max])"
+        assert all(end == [20, 40] for end in browser.eval(ends))
+        browser.eval("document.querySelector('#unzoom').click()")
+        assert browser.eval(ends)[0] == [0, 99]
+        assert browser.eval("location.hash") == ""
+
+    def test_dragging_zooms_every_chart_and_a_double_click_ends_it(self, browser, page):
+        browser.open(page)
+        show_all(browser)
+        left, top = browser.eval(
+            "(({plot}) => { const box = plot.over.getBoundingClientRect(); return [box.left, box.top + 60]; })"
+            "(pageCharts.get('Learning / Reward of rollouts'))"
+        )
+        browser.mouse("mousePressed", left + 100, top)
+        browser.mouse("mouseMoved", left + 200, top)
+        browser.mouse("mouseReleased", left + 200, top)
+        ends = "[...pageCharts.values()].map(({plot}) => [plot.scales.x.min, plot.scales.x.max].join())"
+        zoomed = set(browser.eval(ends))
+        assert len(zoomed) == 1
+        low, high = map(float, zoomed.pop().split(","))
+        assert 10 < low < high < 60
+        for clicks in (1, 2):
+            browser.mouse("mousePressed", left + 150, top, clicks)
+            browser.mouse("mouseReleased", left + 150, top, clicks)
+        assert browser.eval(ends)[0] == "0,99"
+        assert browser.errors == []
+
+    def test_a_real_run(self, browser, tmp_path):
+        """Through the commands a user types."""
+        short = ["--data.num_rollouts=6", "--trainer.max_epochs=2", "--data.evaluation.num_problems=16"]
+        log = ["--trainer.callbacks.every=2"]  # of the last one, the RolloutLog
+        run = tmp_path / "real"
+        main(["fit", f"--config={TINY}", f"--run={run}", *short, *log, "--weight_sync.period=4"])
+        main(["report", str(run)])
+        browser.open(run / "report.html")
+        show_all(browser)
+        drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
+        for name, points in logged(run).items():
+            if name in drawn:
+                assert [y for _, y in drawn[name]] == pytest.approx([y for _, y in points], rel=1e-5, abs=1e-9), name
+        assert {"rollout/reward", "val/pass@1", "train/lag", "train/kl_behaviour", "time/wait"} <= set(drawn)
+        versions = browser.eval("[...document.querySelectorAll('#syncs tr.row')].map((r) => r.cells[0].innerText)")
+        assert versions == ["0", "1", "2"]
+        cells = (
+            "[...document.querySelectorAll('#completions tr.row')].map((r) => [0, 1].map((k) => r.cells[k].innerText))"
+        )
+        assert browser.eval(cells) == [[str(k), str(k // 4)] for k in (0, 2, 4) for _ in range(8)][:20]
+        assert counted(browser) == "48 rows"
+        assert "12of 12: complete" in text(browser, "#tiles")
+        assert browser.errors == []
+
+
+class TestTable:
+    @pytest.mark.parametrize(
+        ("given", "keep"),
+        [
+            ({"#search": "THINK 3"}, lambda r: r["completion"] == "I think 3"),
+            ({"#search": "sort 864"}, lambda r: "864" in r["prompt"]),
+            ({"#filter-reward": ">0.5"}, lambda r: r["reward"] > 0.5),
+            ({"#filter-lag": "2..4"}, lambda r: 2 <= r["lag"] <= 4),
+            ({"#filter-version": "3"}, lambda r: r["version"] == 3),
+            ({"#filter-advantage": "<=-1"}, lambda r: r["advantage"] <= -1),
+            ({"select#filter-live": "no"}, lambda r: not r["live"]),
+            ({"#search": "think", "#filter-rollout": ">=30"}, lambda r: r["reward"] == 0 and r["rollout"] >= 30),
+            ({"#search": "nowhere to be found"}, lambda r: False),
+        ],
+        ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else "",
+    )  # fmt: skip
+    def test_filters(self, browser, page, given, keep):
+        browser.open(page)
+        for selector, value in given.items():
+            browser.set(selector, value)
+        expected = [row for row in completions(40) if keep(row)]
+        until(lambda: counted(browser) == f"{len(expected)} of 320 rows", f"{len(expected)} rows")
+        shown = rows(browser)
+        assert len(shown) == min(20, len(expected))
+        for line, row in zip(shown, expected, strict=False):
+            assert line.split("\t")[0] == str(row["rollout"])
+            assert row["completion"] in line
+
+    def test_a_filter_that_is_none_is_marked_and_hides_nothing(self, browser, page):
+        browser.open(page)
+        browser.set("#filter-reward", "good")
+        assert browser.eval("document.querySelector('#filter-reward').classList.contains('bad')")
+        assert counted(browser) == "320 rows"
+
+    def test_sorting_turning_pages_siblings(self, browser, page):
+        browser.open(page)
+        browser.eval("document.querySelectorAll('#completions th button')[4].click()")
+        advantages = [float(line.split("\t")[4].replace("−", "-").rstrip(" ∅")) for line in rows(browser)]
+        expected = sorted(row["advantage"] for row in completions(40))
+        assert advantages == pytest.approx(expected[:20], abs=6e-4)
+        browser.eval("[...document.querySelectorAll('.pager button')].at(-1).click()")
+        second = [float(line.split("\t")[4].replace("−", "-").rstrip(" ∅")) for line in rows(browser)]
+        assert second == pytest.approx(expected[20:40], abs=6e-4)
+        browser.eval("document.querySelector('#completions tr.row').click()")
+        assert "Sort " in text(browser, "tr.detail .full")
+        browser.eval("document.querySelector('tr.detail button').click()")
+        assert counted(browser) == "8 of 320 rows"
+        browser.eval("document.querySelector('#clear').click()")
+        assert counted(browser) == "320 rows"
+
+    def test_a_live_page_keeps_its_filter(self, browser, tmp_path):
+        """The command writes the page again as the run goes on; the open page follows."""
+        run = write_run(tmp_path / "live", rows=metrics(40), table=completions(10))
+        command = [str(Path(sys.executable).parent / "lgrpo"), "report", str(run), "--watch", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            page = run / "report.html"
+            until(page.exists, "the page", 120)
+            browser.open(page)
+            browser.set("#filter-reward", ">0.5")
+            right = sum(row["reward"] for row in completions(10))
+            until(lambda: counted(browser) == f"{right:.0f} of 80 rows", "the filter")
+            with (run / "completions.jsonl").open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in completions(20)[80:])
+            right = sum(row["reward"] for row in completions(20))
+            until(lambda: counted(browser) == f"{right:.0f} of 160 rows", "the page to follow", 120)
+            assert browser.eval("document.querySelector('#filter-reward').value") == ">0.5"
+            assert "40of 100; last written" in text(browser, "#tiles")
+        finally:
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+        assert "Written again every 1 s" in said
+        browser.open(page)
+        assert "live" not in text(browser, ".brand"), "the last page stands still"
+
+
+class TestHostile:
+    def test_nothing_of_a_run_is_executed_or_loaded(self, browser, tmp_path):
+        table = completions(len(HOSTILE), group_size=2)
+        for row in table:
+            row["prompt"] = row["completion"] = HOSTILE[row["rollout"]]
+        rows_ = metrics(30)
+        for row in rows_:
+            row["<script>window.hacked=5</script>/<b>x"] = row["step"]
+        config = settings(seed_everything="</script><script>window.hacked=6</script>")
+        config["<img src=x onerror=window.hacked=7>"] = HOSTILE[0]
+        run = write_run(tmp_path / "<img src=x onerror=window.hacked=8>", rows=rows_, table=table, config=config)
+        with (run / "syncs.jsonl").open("a") as file:
+            file.write(json.dumps({"version": 99, "step": 29, "checksum": HOSTILE[0], "num_bytes": "<b>"}) + "\n")
+        write_page([run], tmp_path / "page.html")
+        browser.open(tmp_path / "page.html")
+        show_all(browser)
+        for number in range(len(HOSTILE)):
+            browser.eval(f"[...document.querySelectorAll('#completions tr.row')][{2 * number}].click()")
+        browser.eval("new Promise((done) => setTimeout(done, 200))")
+        assert browser.eval("window.hacked") is None
+        assert browser.errors == []
+        assert browser.requests == [(tmp_path / "page.html").resolve().as_uri()]
+        shown = rows(browser)
+        for number, expected in {
+            0: HOSTILE[0],
+            1: HOSTILE[1],
+            2: HOSTILE[2],
+            3: r"\u0000\u0007\u001b[31mred\u007f\u202eturned\u2028",
+            4: r"half \ud800 of \udc00 a pair, a whole one 😀",
+            5: HOSTILE[5],
+        }.items():
+            assert expected in shown[2 * number]
+        assert text(browser, "h1") == "<img src=x onerror=window.hacked=8>"
+        assert HOSTILE[0] in text(browser, "#settings")
+        assert browser.eval("document.querySelectorAll('main img, main script, main svg, main b img').length") == 0
+
+    def test_the_policy_of_the_page_stops_a_script_that_got_in(self, browser, page):
+        browser.open(page)
+        browser.eval(
+            "(() => { const s = document.createElement('script'); s.textContent = 'window.hacked = 9';"
+            "document.body.append(s); })()"
+        )
+        assert browser.eval("window.hacked") is None
+        assert any("Content Security Policy" in error for error in browser.errors)
+
+
+class TestBroken:
+    def test_a_run_that_crashed(self, browser, tmp_path):
+        """Half a number is not a number, half a line no row."""
+        run = write_run(tmp_path / "crashed", rows=metrics(40), table=completions(5))
+        file = run / "metrics" / "version_0" / "metrics.csv"
+        lines = file.read_text().splitlines()
+        file.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][: len(lines[-1]) * 2 // 3])
+        with (run / "completions.jsonl").open("a") as stream:
+            stream.write('{"rollout": 5, "prompt": "cut he')
+        with (run / "syncs.jsonl").open("a") as stream:
+            stream.write("\x00\x00\x00\n[1, 2]\n")
+        write_page([run], run / "report.html")
+        browser.open(run / "report.html")
+        show_all(browser)
+        drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
+        assert drawn["train/loss"][-1][0] == 38
+        assert counted(browser) == "40 rows"
+        told = text(browser, "#notes")
+        assert "metrics/version_0/metrics.csv has a line cut short or garbled" in told
+        assert "completions.jsonl has a line cut short" in told
+        assert "syncs.jsonl has 2 lines cut short" in told
+        assert "39of 100; last written just now" in text(browser, "#tiles")
+        assert browser.errors == []
+
+    def test_a_folder_with_metrics_alone(self, browser, tmp_path):
+        run = write_run(
+            tmp_path / "bare", rows=[{"step": 0, "train/loss": float("nan")}, {"step": 1, "train/loss": 0.5}]
+        )
+        for name in ("config.yaml", "completions.jsonl", "syncs.jsonl"):
+            (run / name).unlink()
+        write_page([run], run / "report.html")
+        browser.open(run / "report.html")
+        told = text(browser, "#notes")
+        assert "train/loss is not finite at 1 of 2 steps, first at step 0" in told
+        assert "no config.yaml" in told
+        assert "no completions were written" in told
+        assert browser.errors == []
+
+    def test_only_a_header(self, browser, tmp_path):
+        run = write_run(tmp_path / "early", rows=[{"step": 0, "train/loss": 1.0}], table=[])
+        (run / "metrics" / "version_0" / "metrics.csv").write_text("step,train/lo")
+        write_page([run], run / "report.html")
+        browser.open(run / "report.html")
+        assert browser.errors == []
+
+
+class TestLarge:
+    def test_thousands_of_steps_and_completions(self, browser, tmp_path):
+        rows_ = metrics(6000, every=500)
+        rows_[3456]["train/loss"] = 77.0  # one spike
+        step = rows_[3456]["step"]
+        run = write_run(
+            tmp_path / "large", rows=rows_, table=completions(1500), config=settings(data__num_rollouts=1500)
+        )
+        write_page([run], run / "report.html", most_completions=6000)
+        assert (run / "report.html").stat().st_size < 2e6
+        browser.open(run / "report.html")
+        show_all(browser)
+        drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
+        assert all(len(points) <= 1500 for points in drawn.values())
+        assert [step, 77] in drawn["train/loss"]
+        assert [x for x, _ in drawn["train/loss"]][::1499] == [0, 5999]
+        assert "Curves of up to 6,000 points are drawn by at most 1,500 of them" in text(browser, "#thinned")
+        assert "6,000 of the 12,000 completions on disk, in whole rollouts" in text(browser, "main")
+        assert counted(browser) == "6,000 rows"
+        assert len(rows(browser)) == 20
+        browser.set("#filter-rollout", "1499")
+        until(lambda: counted(browser) == "8 of 6,000 rows", "the last rollout")
+        assert browser.errors == []
+
+
+class TestSeveral:
+    @pytest.fixture(scope="class")
+    def both(self, tmp_path_factory):
+        root = tmp_path_factory.mktemp("several")
+        write_run(root / "a", rows=metrics(60))
+        other = settings(weight_sync__init_args__period=1, data__task={"class_path": "lgrpo.tasks.Arithmetic"})
+        write_run(root / "b", rows=metrics(80, period=1, seed=1), config=other, period=1)
+        write_page([root / "a", root / "b"], root / "report.html")
+        return root
+
+    def test_side_by_side(self, browser, both):
+        browser.open(both / "report.html")
+        show_all(browser)
+        drawn = {(run, metric): points for run, metric, points in browser.eval(EVERY_CURVE)}
+        for name in ("a", "b"):
+            expected = logged(both / name)["rollout/reward"]
+            assert [x for x, _ in drawn[name, "rollout/reward"]] == [x for x, _ in expected]
+            assert [y for _, y in drawn[name, "rollout/reward"]] == pytest.approx([y for _, y in expected], rel=1e-5)
+        assert "different tasks" in text(browser, "#notes")
+        summary = browser.eval("[...document.querySelectorAll('#summary tbody tr')].map((row) => row.innerText)")
+        assert summary[0].startswith("a\n")
+        assert "60 of 100" in summary[0]
+        assert "Arithmetic" in summary[1]
+        assert browser.errors == []
+
+    def test_what_differs_between_them(self, browser, both):
+        browser.open(both / "report.html")
+        lines = "[...document.querySelectorAll('#settings tbody tr')].map((row) => row.innerText)"
+        assert browser.eval(lines) == [
+            "data.task\tlgrpo.tasks.SortDigits\tlgrpo.tasks.Arithmetic",
+            "data.task.num_digits\t3\t×",
+            "weight_sync.period\t10\t1",
+        ]
+        browser.eval("document.querySelector('#only-differences').click()")
+        assert len(browser.eval(lines)) > 12
+        browser.set("#find-setting", "group_size")
+        assert browser.eval(lines) == ["data.group_size\t8\t8"]
+
+    def test_one_is_hidden(self, browser, both):
+        browser.open(both / "report.html")
+        assert counted(browser) == "640 rows"
+        browser.eval("document.querySelector('.chip').click()")
+        assert counted(browser) == "320 of 640 rows"
+        assert {run for run, _, _ in browser.eval(EVERY_CURVE)} == {"b"}
+
+    def test_another_metric_of_a_chart(self, browser, both):
+        browser.open(both / "report.html")
+        browser.eval("[...document.querySelectorAll('.choose button')].find((b) => b.innerText === 'pass@8').click()")
+        assert ("a", "val/pass@8") in {(run, metric) for run, metric, _ in browser.eval(EVERY_CURVE)}
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits(browser, page, width, scheme):
+    """Nothing sticks out to the side, and the page follows the system's theme."""
+    browser.scheme(scheme)
+    browser.open(page)
+    browser.resize(width)
+    assert browser.eval("document.documentElement.scrollWidth") == width
+    red = int(browser.eval("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")[0])
+    assert (red < 60) == (scheme == "dark")
+    browser.resize(1280)
+    browser.scheme("light")
