@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lgrpo.callbacks import AdaptiveWeightSync as AdaptiveWeightSync
     from lgrpo.callbacks import ReferenceRefresh as ReferenceRefresh
     from lgrpo.callbacks import RolloutCallback as RolloutCallback
     from lgrpo.callbacks import RolloutLog as RolloutLog
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOMS = {
+    "AdaptiveWeightSync": "callbacks",
     "CausalPolicy": "policy",
     "ClippedLoss": "losses",
     "Completion": "types",

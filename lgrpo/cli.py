@@ -19,12 +19,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lgrpo.callbacks import (
     EndAtOnce,
+    EngineSync,
     ExactResume,
     GracefulInterrupt,
     ReferenceRefresh,
     RolloutProgress,
     ValidateEvery,
-    WeightSync,
     ZeroVarianceMask,
 )
 from lgrpo.data import RolloutDataModule
@@ -33,7 +33,7 @@ from lgrpo.plan import plan
 from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, write_summary
 
 CALLBACK_KEYS = {
-    "weight_sync": WeightSync,
+    "weight_sync": EngineSync,
     "reference_refresh": ReferenceRefresh,
     "zero_variance_mask": ZeroVarianceMask,
     "validate_every": ValidateEvery,

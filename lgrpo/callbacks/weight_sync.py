@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any, final
 
 import lightning as L
 from jsonargparse.typing import PositiveInt
 
-from lgrpo.engines import SyncRecord
 from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner, run_folder
 
 
-class WeightSync(RolloutCallback):
+class EngineSync(RolloutCallback, ABC):
+    """Hands the engine the policy before the rollouts a subclass chooses, and keeps the ledger in ``syncs.jsonl``."""
+
+    @abstractmethod
+    def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
+        """Whether the engine gets the policy before rollout k. Asked once for each rollout; the same on all ranks."""
+
+    def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int | None:
+        """How many rollouts will be sampled from weights that are handed over before rollout k, where it is known."""
+        return None
+
+    def reason(self) -> dict[str, Any]:
+        """What the ledger's line says beside the sync itself: why it came."""
+        return {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        others = [c for c in trainer.callbacks if isinstance(c, EngineSync)]  # type: ignore[attr-defined]
+        if len(others) > 1:
+            raise ValueError(
+                f"the Trainer has {len(others)} callbacks that sync the engine ({', '.join(map(str, others))}): it can "
+                "follow only one"
+            )
+
+    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
+        if not self.is_due(trainer, rollout):
+            return
+        weights = policy_owner(trainer).policy_weights()
+        engine = rollout_owner(trainer).engine
+        record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
+        if trainer.is_global_zero:
+            self._write(run_folder(trainer) / "syncs.jsonl", record.as_dict() | self.reason())
+
+    @staticmethod
+    def _write(path: Path, record: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+@final
+class WeightSync(EngineSync):
     """Hands the engine the policy before rollouts 0, v, 2v, …: the behaviour policy is then 0 to v - 1 rollouts old.
 
     With a lead of o rollouts (``data.lead``), before rollouts 0, o, o + v, o + 2v, …: by then 0, 0, v, 2v, … rollouts
@@ -28,26 +69,13 @@ class WeightSync(RolloutCallback):
             raise ValueError(f"weight_sync.period is {period}; it counts rollouts, 1 or more")
         self.period = None if period is None else int(period)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        others = [c for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
-        if len(others) > 1:
-            raise ValueError(
-                f"the Trainer has {len(others)} WeightSync callbacks (periods {[c.period for c in others]}): the "
-                "engine can follow only one"
-            )
+    def __str__(self) -> str:
+        return f"WeightSync(period={self.period})"
 
-    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
-        data = rollout_owner(trainer)
-        since = rollout - data.lead  # rollouts trained on by now
-        if rollout == 0 or (self.period is not None and since >= 0 and since % self.period == 0):
-            weights = policy_owner(trainer).policy_weights()
-            num_rollouts = data.lead if rollout < data.lead else self.period
-            record = data.engine.load_weights(weights, trainer.global_step, num_rollouts)
-            if trainer.is_global_zero:
-                self._write(run_folder(trainer) / "syncs.jsonl", record)
+    def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
+        since = rollout - rollout_owner(trainer).lead  # rollouts trained on by now
+        return rollout == 0 or (self.period is not None and since >= 0 and since % self.period == 0)
 
-    @staticmethod
-    def _write(path: Path, record: SyncRecord) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record.as_dict()) + "\n")
+    def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int | None:
+        lead = rollout_owner(trainer).lead
+        return lead if rollout < lead else self.period

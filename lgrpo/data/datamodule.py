@@ -229,7 +229,7 @@ class RolloutDataModule(L.LightningDataModule):
         late = LateGroups(waiting=[RolloutBatch.from_state_dict(group) for group in own["late"]])
         if own["rollout"] is not None:
             self._hold(RolloutBatch.from_state_dict(own["rollout"]), late)
-        held = [*self.schedule.ready(), *([self._rollout] if self._rollout else [])]
+        held = self.sampled()
         group_size = held[0].group_size if held else self.group_size
         if (own["num_prompts"], group_size) != (self.num_prompts, self.group_size):
             raise ValueError(
@@ -247,6 +247,15 @@ class RolloutDataModule(L.LightningDataModule):
         if self.train_prompts is None:
             raise RuntimeError("the prompts are not loaded yet: setup('fit') comes first")
         return max(1, len(self.train_prompts) // self.num_prompts)
+
+    @property
+    def rollout(self) -> RolloutBatch | None:
+        """The rollout at hand, as it is trained on; None before the first."""
+        return self._rollout
+
+    def sampled(self) -> list[RolloutBatch]:
+        """The rollout at hand and those that wait for their turn, in order. The latter have no advantages yet."""
+        return [*([self._rollout] if self._rollout else []), *self.schedule.ready()]
 
     def micro_batches(self, rollout: int) -> list[RolloutBatch]:
         """The micro-batches of rollout k. When it is not the one at hand it is taken from the queue, hooks included."""
