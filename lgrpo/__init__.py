@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lgrpo.callbacks import AdaptiveWeightSync as AdaptiveWeightSync
+    from lgrpo.callbacks import ImprovementMonitor as ImprovementMonitor
     from lgrpo.callbacks import ReferenceRefresh as ReferenceRefresh
     from lgrpo.callbacks import RolloutCallback as RolloutCallback
     from lgrpo.callbacks import RolloutLog as RolloutLog
@@ -36,6 +37,7 @@ _ROOMS = {
     "Benchmark": "data",
     "Evaluation": "data",
     "GRPOModule": "module",
+    "ImprovementMonitor": "callbacks",
     "Prompt": "types",
     "ReferenceRefresh": "callbacks",
     "RolloutBatch": "types",

@@ -60,6 +60,8 @@ class RolloutOwner(Protocol):
 
     def sampled(self) -> list[RolloutBatch]: ...
 
+    def sample_held_out(self, num_prompts: int) -> RolloutBatch: ...
+
 
 def policy_owner(trainer: L.Trainer) -> PolicyOwner:
     """The Trainer's module, as what it is here."""

@@ -3,6 +3,7 @@
 from lgrpo.callbacks.adaptive_weight_sync import AdaptiveWeightSync
 from lgrpo.callbacks.end_at_once import EndAtOnce
 from lgrpo.callbacks.exact_resume import ExactResume
+from lgrpo.callbacks.improvement_monitor import ImprovementMonitor
 from lgrpo.callbacks.interrupt import GracefulInterrupt
 from lgrpo.callbacks.overlong_mask import OverlongMask
 from lgrpo.callbacks.progress import RolloutProgress
@@ -20,6 +21,7 @@ __all__ = [
     "EngineSync",
     "ExactResume",
     "GracefulInterrupt",
+    "ImprovementMonitor",
     "OverlongMask",
     "ReferenceRefresh",
     "RolloutCallback",

@@ -12,6 +12,7 @@ from lgrpo.functional.advantage import (
 )
 from lgrpo.functional.aggregation import constant_sum, sequence_mean, token_mean
 from lgrpo.functional.checksum import as_numbers, combined_checksum, tensor_checksum
+from lgrpo.functional.improvement import expected_gain, improvement_bound, improvement_terms
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
 from lgrpo.functional.off_policy import (
@@ -59,9 +60,12 @@ __all__ = [
     "constant_sum",
     "drop_negatives",
     "effective_sample_size",
+    "expected_gain",
     "group_std",
     "grouped",
     "has_reward_variance",
+    "improvement_bound",
+    "improvement_terms",
     "k3_of_ratio",
     "kl_divergence",
     "leave_one_out_mean",
