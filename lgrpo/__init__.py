@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lgrpo.callbacks import AdaptiveWeightSync as AdaptiveWeightSync
+    from lgrpo.callbacks import ImprovementMonitor as ImprovementMonitor
     from lgrpo.callbacks import ReferenceRefresh as ReferenceRefresh
     from lgrpo.callbacks import RolloutCallback as RolloutCallback
     from lgrpo.callbacks import RolloutLog as RolloutLog
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOMS = {
+    "AdaptiveWeightSync": "callbacks",
     "CausalPolicy": "policy",
     "ClippedLoss": "losses",
     "Completion": "types",
     "Benchmark": "data",
     "Evaluation": "data",
     "GRPOModule": "module",
+    "ImprovementMonitor": "callbacks",
     "Prompt": "types",
     "ReferenceRefresh": "callbacks",
     "RolloutBatch": "types",

@@ -20,13 +20,13 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lgrpo.callbacks import (
     EndAtOnce,
+    EngineSync,
     ExactResume,
     FiniteSteps,
     GracefulInterrupt,
     ReferenceRefresh,
     RolloutProgress,
     ValidateEvery,
-    WeightSync,
     ZeroVarianceMask,
 )
 from lgrpo.checkpoints import newest_checkpoint, sweep_parts
@@ -36,7 +36,7 @@ from lgrpo.plan import plan
 from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, report, write_summary
 
 CALLBACK_KEYS = {
-    "weight_sync": WeightSync,
+    "weight_sync": EngineSync,
     "reference_refresh": ReferenceRefresh,
     "zero_variance_mask": ZeroVarianceMask,
     "validate_every": ValidateEvery,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, Protocol, cast
 
 import lightning as L
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -54,9 +55,17 @@ class RolloutOwner(Protocol):
     engine: RolloutEngine
     lead: int
     reuse: int
+    behaviour_logprobs: Literal["engine", "policy"]
     tokenizer: PreTrainedTokenizerBase
 
     def resume_settings(self) -> Settings: ...
+
+    @property
+    def rollout(self) -> RolloutBatch | None: ...
+
+    def sampled(self) -> list[RolloutBatch]: ...
+
+    def sample_held_out(self, num_prompts: int) -> RolloutBatch: ...
 
 
 def policy_owner(trainer: L.Trainer) -> PolicyOwner:
@@ -122,6 +131,24 @@ def _versions(batch: RolloutBatch) -> dict[str, tuple[int, int]]:
     """Which tensor each field but the mask is, and how often it was written to."""
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "loss_mask"}
     return {name: (id(value), value._version) for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+@torch.no_grad()
+def log_ratios(trainer: L.Trainer, batch: RolloutBatch) -> Tensor:
+    """log π_θ/π_α [B, T] of a rollout's tokens, π_θ as it is now; a pass in as many pieces as a step has."""
+    policy, found = policy_owner(trainer), torch.zeros_like(batch.behaviour_logprobs)
+    for rows in torch.arange(len(batch)).chunk(trainer.accumulate_grad_batches):
+        piece = batch.select(rows)
+        found[rows, : piece.tokens.shape[1]] = policy.policy_logprobs(piece) - piece.behaviour_logprobs
+    return torch.where(batch.completion_mask, found, 0.0)
+
+
+def log_figures(trainer: L.Trainer, figures: dict[str, float], step: int) -> None:
+    """To the loggers, and to callbacks that monitor a figure. They must be reduced over ranks already."""
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
+    for logger in trainer.loggers:
+        logger.log_metrics(figures, step=step)
+        logger.save()
 
 
 def run_folder(trainer: L.Trainer) -> Path:

@@ -23,7 +23,7 @@ from tests.helpers import fit
         ({"data": {"num_prompts": 0}}, r"data\.num_prompts is 0"),
         ({"i": 0}, r"data\.reuse is 0; it must be 1 or more"),
         ({"v": -1}, r"weight_sync\.period is -1"),
-        ({"callbacks": [WeightSync(2)]}, r"2 WeightSync callbacks \(periods \[1, 2\]\)"),
+        ({"callbacks": [WeightSync(2)]}, r"2 callbacks that sync the engine \(WeightSync\(period=1\), WeightS"),
         ({"callbacks": [ReferenceRefresh()]}, "kl_coef is 0, so none is kept"),
         ({"trainer": {"accumulate_grad_batches": 17}}, r"16 completions .* = 17 micro-batches"),
         ({"data": {"sampling": Sampling(max_tokens=40)}}, "max_tokens is 40, but prompt and completion together"),

@@ -1,8 +1,10 @@
 """When things happen: each callback one decision."""
 
+from lgrpo.callbacks.adaptive_weight_sync import AdaptiveWeightSync
 from lgrpo.callbacks.end_at_once import EndAtOnce
 from lgrpo.callbacks.exact_resume import ExactResume
 from lgrpo.callbacks.finite_steps import FiniteSteps
+from lgrpo.callbacks.improvement_monitor import ImprovementMonitor
 from lgrpo.callbacks.interrupt import GracefulInterrupt
 from lgrpo.callbacks.overlong_mask import OverlongMask
 from lgrpo.callbacks.progress import RolloutProgress
@@ -10,15 +12,18 @@ from lgrpo.callbacks.reference_refresh import ReferenceRefresh
 from lgrpo.callbacks.rollout_log import RolloutLog
 from lgrpo.callbacks.validate_every import ValidateEvery
 from lgrpo.callbacks.warm_start import SupervisedWarmStart
-from lgrpo.callbacks.weight_sync import WeightSync
+from lgrpo.callbacks.weight_sync import EngineSync, WeightSync
 from lgrpo.callbacks.zero_variance_mask import ZeroVarianceMask
 from lgrpo.hooks import RolloutCallback
 
 __all__ = [
+    "AdaptiveWeightSync",
     "EndAtOnce",
+    "EngineSync",
     "ExactResume",
     "FiniteSteps",
     "GracefulInterrupt",
+    "ImprovementMonitor",
     "OverlongMask",
     "ReferenceRefresh",
     "RolloutCallback",

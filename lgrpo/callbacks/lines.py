@@ -22,7 +22,7 @@ def append_lines(trainer: L.Trainer, name: str, rows: Sequence[dict[str, Any]], 
     """
     path = run_folder(trainer) / name
     try:
-        _append(path, rows, key, resumed=trainer.ckpt_path is not None)  # type: ignore[attr-defined]
+        _append(path, rows, key, resumed=trainer.ckpt_path is not None)
     except OSError as error:
         policy_owner(trainer).note("fault/file_writes", 1.0)
         warnings.warn(f"{path} could not be written ({error.strerror}); training goes on", stacklevel=2)

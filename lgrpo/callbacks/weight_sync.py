@@ -72,9 +72,9 @@ class WeightSync(EngineSync):
 
     def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int | None:
         lead = rollout_owner(trainer).lead
-        if rollout < lead or self.period is None:
-            return lead or None
-        return self.period - (rollout - lead) % self.period
+        if self.period is None:
+            return None
+        return lead if rollout < lead else self.period - (rollout - lead) % self.period
 
     def resume_settings(self) -> Settings:
         return {"weight_sync": {"class": type(self).__name__, "period": self.period}}

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
+from lgrpo.data.collate import collate_rollout, pair_up
 from lgrpo.data.compare import set_advantages
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator
 from lgrpo.data.late import LateGroups, completions_of, join_late
@@ -257,6 +258,15 @@ class RolloutDataModule(L.LightningDataModule):
             raise RuntimeError("the prompts are not loaded yet: setup('fit') comes first")
         return max(1, len(self.train_prompts) // self.num_prompts)
 
+    @property
+    def rollout(self) -> RolloutBatch | None:
+        """The rollout at hand, as it is trained on; None before the first."""
+        return self._rollout
+
+    def sampled(self) -> list[RolloutBatch]:
+        """The rollout at hand and those that wait for their turn, in order. The latter have no advantages yet."""
+        return [*([self._rollout] if self._rollout else []), *self.schedule.ready()]
+
     def micro_batches(self, rollout: int) -> list[RolloutBatch]:
         """The micro-batches of rollout k. When it is not the one at hand it is taken from the queue, hooks included."""
         if self._rollout is None or self._rollout.rollout != rollout:
@@ -334,6 +344,33 @@ class RolloutDataModule(L.LightningDataModule):
         batch = validate(self._evaluators[index], self.engine, self.tokenizer, self._trainer)
         self.engine.rest()
         return batch
+
+    def sample_held_out(self, num_prompts: int) -> RolloutBatch:
+        """Scored groups of the task's first held-out prompts, this rank's share, drawn from the policy as it is now.
+
+        As in training, and not as ``evaluation.sampling`` says: the ratio of whole completions is honest then.
+        """
+        own = next((evaluator for evaluator in self._evaluators if not evaluator.name), None)
+        if own is None:
+            raise ValueError("there are no held-out prompts: the task has no validation set")
+        settings = Evaluation(num_samples=self.group_size, num_problems=num_prompts, seed=own.settings.seed)
+        evaluator = Evaluator("", own.task, settings, own.prompts, own.scorer, self.sampling)
+        trainer = self._trainer
+        self.schedule.wait()  # the engine is about to hold other weights
+        weights, where = policy_owner(trainer).policy_weights(), (trainer.global_rank, trainer.world_size)
+        samples = evaluator(weights, self.engine, trainer.global_step, self.tokenizer, *where, is_shown=False)
+        self.engine.rest()
+        prompts, completions = pair_up(samples.problems, samples.groups)
+        return collate_rollout(
+            prompts,
+            completions,
+            samples.rewards.flatten().tolist(),
+            group_size=self.group_size,
+            pad_token_id=self.tokenizer.pad_token_id,
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
+            rollout=-1,
+        )
 
     def _evaluator(self, name: str, task: Task, settings: Evaluation) -> Evaluator:
         sampling = settings.sampling or self.sampling

@@ -12,8 +12,17 @@ from lgrpo.functional.advantage import (
 )
 from lgrpo.functional.aggregation import constant_sum, sequence_mean, token_mean
 from lgrpo.functional.checksum import as_numbers, combined_checksum, tensor_checksum
+from lgrpo.functional.improvement import expected_gain, improvement_bound, improvement_terms
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
+from lgrpo.functional.off_policy import (
+    chi_squared,
+    completion_log_ratio,
+    effective_sample_size,
+    k3_of_ratio,
+    pinsker,
+    total_variation,
+)
 from lgrpo.functional.packed_attention import packed_attention
 from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
 from lgrpo.functional.random import stream_seed, stream_uniform
@@ -41,16 +50,23 @@ __all__ = [
     "adaptive_temperature",
     "as_numbers",
     "bernoulli_std",
+    "chi_squared",
     "chunked_token_logprobs",
     "clip_band",
     "clip_centre",
     "clipped_surrogate",
     "combined_checksum",
+    "completion_log_ratio",
     "constant_sum",
     "drop_negatives",
+    "effective_sample_size",
+    "expected_gain",
     "group_std",
     "grouped",
     "has_reward_variance",
+    "improvement_bound",
+    "improvement_terms",
+    "k3_of_ratio",
     "kl_divergence",
     "leave_one_out_mean",
     "log_mean_exp",
@@ -60,6 +76,7 @@ __all__ = [
     "outside_band",
     "packed_attention",
     "pass_at_k",
+    "pinsker",
     "ring",
     "sequence_log_ratio",
     "sequence_mean",
@@ -69,6 +86,7 @@ __all__ = [
     "tensor_checksum",
     "token_logprobs",
     "token_mean",
+    "total_variation",
     "two_side",
     "within_second_moment",
 ]

@@ -1,7 +1,18 @@
 """torchmetrics over ``functional``: correct over micro-batches and over ranks."""
 
 from lgrpo.metrics.amplification import Amplification, Amplifications
+from lgrpo.metrics.improvement import CalibrationMetrics, ImprovementMetrics, LagHistogram
+from lgrpo.metrics.off_policy import OffPolicyMetrics
 from lgrpo.metrics.pass_at_k import PassAtK
 from lgrpo.metrics.step import StepMetrics
 
-__all__ = ["Amplification", "Amplifications", "PassAtK", "StepMetrics"]
+__all__ = [
+    "Amplification",
+    "Amplifications",
+    "CalibrationMetrics",
+    "ImprovementMetrics",
+    "LagHistogram",
+    "OffPolicyMetrics",
+    "PassAtK",
+    "StepMetrics",
+]

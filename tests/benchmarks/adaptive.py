@@ -1,0 +1,209 @@
+"""v by measurement (``AdaptiveWeightSync``) against fixed v, paired by seed, on two tasks.
+
+    python -m tests.benchmarks.adaptive            # one run at a time; stop it and start it again, it goes on
+    python -m tests.benchmarks.adaptive --report   # the tables and the picture of what is there
+
+Each run appends a row to ``tests/benchmarks/results/adaptive.jsonl``. Seconds are CPU seconds of one thread, validation
+left out, so that what else the machine is busy with does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+TASKS = {
+    "tiny": [],
+    "harder": ["--data.task.init_args.num_digits=4", "--data.sampling.max_tokens=6"],  # starts at one right in eight
+}
+LENGTH = ["--data.num_rollouts=25", "--trainer.max_epochs=4"]
+ARMS = {f"v = {v}": [f"--weight_sync.period={v}"] for v in (1, 2, 5, 10, 20)} | {
+    f"adaptive {budget}": [f"--config={ROOT / 'configs' / 'adaptive.yaml'}", f"--weight_sync.init_args.budget={budget}"]
+    for budget in (0.15, 0.25, 0.4)
+}
+SEEDS = (0, 1, 2, 3, 4)
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t for 95 % intervals, by the number of values."""
+
+
+class Clock(L.Callback):
+    """CPU seconds of training, syncs and pass@1 at each validation; lags and the cost of measuring on the way."""
+
+    def __init__(self) -> None:
+        self.curve: dict[str, list[float]] = {"step": [], "seconds": [], "syncs": [], "pass@1": []}
+        self.lags: list[float] = []
+        self.measuring = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._start, self._apart = time.process_time(), 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.lags.append(float(trainer.callback_metrics["train/lag"]))
+        self.measuring += float(trainer.callback_metrics.pop("time/divergence", 0))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._from = time.process_time()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        seconds = self._from - self._start - self._apart
+        self._apart += time.process_time() - self._from
+        pass_at_1 = float(trainer.callback_metrics["val/pass@1"])
+        row = (trainer.global_step, round(seconds, 2), len(trainer.datamodule.engine.ledger), round(pass_at_1, 4))
+        for name, value in zip(self.curve, row, strict=True):
+            self.curve[name].append(value)
+
+
+def run(task: str, arm: str, seed: int) -> dict[str, Any]:
+    """One run of the tiny config, in this process."""
+    import torch
+
+    from lgrpo.cli import LGRPOCLI, quiet_lightning
+
+    torch.set_num_threads(1)
+    quiet_lightning()
+    with tempfile.TemporaryDirectory() as folder:
+        cli = LGRPOCLI(
+            [
+                "fit",
+                f"--config={ROOT / 'configs' / 'tiny.yaml'}",
+                *ARMS[arm],
+                *TASKS[task],
+                *LENGTH,
+                f"--seed_everything={seed}",
+                f"--run={folder}/run",
+                "--trainer.callbacks+=tests.benchmarks.adaptive.Clock",
+                "--trainer.logger=false",
+                "--trainer.num_sanity_val_steps=0",
+                "--trainer.enable_progress_bar=false",
+                "--trainer.enable_checkpointing=false",
+            ]
+        )
+    (clock,) = [c for c in cli.trainer.callbacks if type(c).__name__ == "Clock"]
+    lag, measuring = round(statistics.mean(clock.lags), 3), round(clock.measuring, 2)
+    return {"task": task, "arm": arm, "seed": seed, **clock.curve, "lag": lag, "measuring": measuring}
+
+
+def read() -> list[dict[str, Any]]:
+    path = RESULTS / "adaptive.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def sweep(arms: list[str]) -> None:
+    done = {(row["task"], row["arm"], row["seed"]) for row in read()}
+    jobs = [job for seed in SEEDS for task in TASKS for arm in arms if (job := (task, arm, seed)) not in done]
+    RESULTS.mkdir(exist_ok=True)
+    for count, job in enumerate(jobs, start=1):
+        row = run(*job)
+        with (RESULTS / "adaptive.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{count}/{len(jobs)} {row}", flush=True)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % interval."""
+    if len(values) < 2:
+        return values[0], math.nan
+    return statistics.mean(values), T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def by_arm(task: str) -> dict[str, dict[int, dict[str, Any]]]:
+    """Rows of a task, by arm and seed, in the order of the arms."""
+    rows = [row for row in read() if row["task"] == task]
+    return {arm: own for arm in ARMS if (own := {row["seed"]: row for row in rows if row["arm"] == arm})}
+
+
+def table(task: str) -> str:
+    """Markdown: each arm, and how the adaptive one of budget 0.25 differs from it, seed by seed."""
+    arms = by_arm(task)
+    lines = [
+        "| | syncs | mean lag | CPU s | final pass@1 | mean over the run | adaptive 0.25 less this: final | mean |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+
+    def gain(row: dict[str, Any], over: str) -> float:
+        return row["pass@1"][-1] if over == "final" else statistics.mean(row["pass@1"])
+
+    def cell(values: list[float], sign: bool = False) -> str:
+        mean, half = interval(values)
+        return f"{mean:+.3f} ± {half:.3f}" if sign else f"{mean:.3f} ± {half:.3f}"
+
+    ours = arms.get("adaptive 0.25", {})
+    for arm, rows in arms.items():
+        differences = [
+            cell([gain(ours[seed], over) - gain(rows[seed], over) for seed in rows if seed in ours], sign=True)
+            if ours and arm != "adaptive 0.25"
+            else "–"
+            for over in ("final", "mean")
+        ]
+        cells = [
+            f"{statistics.mean(row['syncs'][-1] for row in rows.values()):.0f}",
+            f"{statistics.mean(row['lag'] for row in rows.values()):.1f}",
+            f"{statistics.mean(row['seconds'][-1] for row in rows.values()):.1f}",
+            cell([gain(row, "final") for row in rows.values()]),
+            cell([gain(row, "mean") for row in rows.values()]),
+            *differences,
+        ]
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, grid = plt.subplots(len(TASKS), 2, figsize=(10, 3.6 * len(TASKS)), layout="constrained", squeeze=False)
+    fixed = [arm for arm in ARMS if arm.startswith("v")]
+    colours = {arm: plt.cm.Blues(0.35 + 0.13 * i) for i, arm in enumerate(fixed)}
+    colours |= dict(zip([arm for arm in ARMS if arm not in fixed], ("#fdae6b", "#d95f02", "#8c2d04"), strict=True))
+    for (left, right), task in zip(grid, TASKS, strict=True):
+        for arm, rows in by_arm(task).items():
+            curves = [row["pass@1"] for row in rows.values()]
+            means, halves = zip(*(interval(list(values)) for values in zip(*curves, strict=True)), strict=True)
+            style = {"color": colours[arm], "marker": "o" if arm in fixed else "s", "markersize": 4}
+            seconds = [statistics.mean(s) for s in zip(*(row["seconds"] for row in rows.values()), strict=True)]
+            left.plot(seconds, means, label=arm, linewidth=1.4, **style)
+            syncs = statistics.mean(row["syncs"][-1] for row in rows.values())
+            right.errorbar(syncs, means[-1], yerr=halves[-1], capsize=3, label=arm, **style)
+        left.set_xlabel("CPU seconds of training")
+        right.set_xlabel("syncs in the run (log)")
+        right.set_xscale("log")
+        left.set_title(f"{task}: pass@1 against time, mean of the seeds", fontsize=10)
+        right.set_title(f"{task}: final pass@1 against syncs, mean and 95 % interval", fontsize=10)
+        for axes in (left, right):
+            axes.set_ylabel("held-out pass@1")
+            axes.grid(alpha=0.3)
+        right.legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS), help="only these")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    if not options.report:
+        os.environ |= {"OMP_NUM_THREADS": "1"}
+        sweep(options.arms)
+    text = "\n\n".join(f"**{task}**\n\n{table(task)}" for task in TASKS)
+    (RESULTS / "adaptive.md").write_text(text + "\n")
+    draw(RESULTS / "adaptive.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

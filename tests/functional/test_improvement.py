@@ -1,0 +1,189 @@
+"""The theorem's terms against loops, against exact expectations over small policies, and against themselves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lgrpo import functional as F
+
+ALPHA = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+PI = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+PROXIMAL = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)
+REWARD = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
+
+
+def every_group(size):
+    """All groups of samples of α there are, and their probabilities."""
+    groups = torch.tensor(list(itertools.product(range(3), repeat=size)))
+    return groups, ALPHA[groups].prod(1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_estimate_of_the_gain_is_unbiased(size):
+    """Over every group that α can sample, weighted by its probability: exactly J(π) - J(α), at any group size."""
+    groups, probability = every_group(size)
+    gain = F.expected_gain((PI / ALPHA).log()[groups], REWARD[groups])
+    assert float((probability * gain).sum()) == pytest.approx(float((PI - ALPHA) @ REWARD), abs=1e-12)
+    terms = F.improvement_terms((PI / ALPHA).log()[groups], (PROXIMAL / ALPHA).log()[groups], REWARD[groups])
+    expected = {
+        "gain": (PI - ALPHA) @ REWARD,
+        "gain_rollout": (PI - PROXIMAL) @ REWARD,
+        "tv": (PI - ALPHA).abs().sum() / 2,
+        "tv_proximal": (PROXIMAL - ALPHA).abs().sum() / 2,
+    }
+    for name, value in expected.items():
+        assert float((probability * terms[name]).sum()) == pytest.approx(float(value), abs=1e-12), name
+
+
+def test_the_identity_is_exact():
+    """J(π) - J(α) = s L_α with the true s and the true mean; here with α itself as the group, once for each tenth."""
+    population = ALPHA.mul(10).long()
+    rewards, log_ratio = (x.repeat_interleave(population)[None] for x in (REWARD, (PI / ALPHA).log()))
+    mean = ALPHA @ REWARD
+    s = torch.sqrt(ALPHA @ (REWARD - mean) ** 2 + 1e-4)
+    surrogate = (ALPHA * PI / ALPHA * (REWARD - mean) / s).sum()
+    assert float(s * surrogate) == pytest.approx(float((PI - ALPHA) @ REWARD), abs=1e-12)
+    terms = F.improvement_terms(log_ratio, torch.zeros_like(log_ratio), rewards)
+    assert float(terms["s"]) == pytest.approx(float(s), abs=1e-12)
+    assert float(terms["surrogate"]) * 9 / 10 == pytest.approx(float(surrogate), abs=1e-12)  # G - 1, not G
+
+
+def test_ratios_of_tokens_would_be_wrong():
+    """Completions of two tokens, all enumerated: only the ratio of the whole completion gives the gain."""
+    g = torch.Generator().manual_seed(0)
+    policies = []
+    for _ in range(2):  # α, then π: p(first), p(second | first)
+        first, second = torch.rand(3, generator=g).softmax(0), (3 * torch.rand(3, 3, generator=g)).softmax(1)
+        policies.append((first.double(), second.double()))
+    (a1, a2), (p1, p2) = policies
+    pairs = list(itertools.product(range(3), repeat=2))
+    reward = torch.rand(9, generator=g, dtype=torch.float64)
+    alpha = torch.tensor([a1[i] * a2[i, j] for i, j in pairs])
+    pi = torch.tensor([p1[i] * p2[i, j] for i, j in pairs])
+    token = torch.tensor([[torch.log(p1[i] / a1[i]), torch.log(p2[i, j] / a2[i, j])] for i, j in pairs])
+    whole = F.completion_log_ratio(token, torch.ones(9, 2, dtype=torch.bool))
+    gain = float((pi - alpha) @ reward)
+    centred = reward - alpha @ reward
+    assert float((alpha * whole.exp() * centred).sum()) == pytest.approx(gain, abs=1e-6)
+    by_token = float((alpha * token.exp().mean(1) * centred).sum())
+    assert abs(by_token - gain) > 0.01
+
+
+def test_the_standard_error_covers_the_truth():
+    """In 400 rollouts of 64 prompts the estimate is within two standard errors of the truth about 95 times in 100."""
+    g = torch.Generator().manual_seed(1)
+    truth = float((PI - ALPHA) @ REWARD)
+    samples = torch.multinomial(ALPHA, 400 * 64 * 4, replacement=True, generator=g).view(400, 64, 4)
+    gains = torch.stack([F.expected_gain((PI / ALPHA).log()[s], REWARD[s]) for s in samples])
+    errors = torch.stack([F.standard_error(own) for own in gains])
+    z = (gains.mean(1) - truth) / errors
+    assert abs(float(z.mean())) < 4 / 400**0.5
+    assert 0.92 < float((z.abs() < 2).double().mean()) < 0.98
+
+
+def test_both_bounds_hold_and_the_stated_one_is_hardly_ever_positive():
+    """20,000 random problems, every quantity exact."""
+    g = torch.Generator().manual_seed(2)
+    count, positive = 20_000, {2: 0, 1: 0}
+    scale = torch.empty(count, 1, dtype=torch.float64).uniform_(0, 2, generator=g)
+    base = torch.randn(count, 4, generator=g, dtype=torch.float64) * 2
+    alpha, proximal, pi = (
+        (base + step * scale * torch.randn(count, 4, generator=g, dtype=torch.float64)).softmax(1)
+        for step in (0, 0.3, 1)
+    )
+    reward = torch.where(
+        torch.rand(count, 1, generator=g) < 0.5,
+        torch.rand(count, 4, generator=g, dtype=torch.float64),
+        torch.randint(0, 2, (count, 4), generator=g).double(),
+    )
+    mean = (alpha * reward).sum(1, keepdim=True)
+    variance = (alpha * (reward - mean) ** 2).sum(1)
+    s = (variance + 1e-4).sqrt()
+    surrogate = (pi * (reward - mean)).sum(1) / s
+    tv, tv_proximal = ((p - alpha).abs().sum(1) / 2 for p in (pi, proximal))
+    gain = ((pi - proximal) * reward).sum(1)
+    for factor in (2, 1):
+        bound = F.improvement_bound(surrogate, s, tv, tv_proximal, factor)
+        assert bool((bound <= gain + 1e-12).all())
+        positive[factor] = int((bound > 0).sum())
+    assert positive[2] <= 2
+    assert positive[1] > 200
+    kl = (alpha * (alpha / pi).log()).sum(1)
+    assert bool((tv <= F.pinsker(kl) + 1e-12).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 10**6))
+def test_terms_against_loops(size, prompts, seed):
+    g = torch.Generator().manual_seed(seed)
+    log_ratio, proximal = (torch.randn(prompts, size, generator=g, dtype=torch.float64) * 0.5 for _ in range(2))
+    rewards = torch.rand(prompts, size, generator=g, dtype=torch.float64)
+    terms = F.improvement_terms(log_ratio, proximal, rewards, eps=1e-3)
+    for p in range(prompts):
+        r, w, b = rewards[p].tolist(), log_ratio[p].exp().tolist(), proximal[p].exp().tolist()
+        mean = sum(r) / size
+        variance = sum((x - mean) ** 2 for x in r) / size
+        smooth = (sum(r) + 1) / (size + 2)
+        expected = {"gain": 0.0, "tv": 0.0, "tv_proximal": 0.0}
+        k3 = k3_proximal = gain_proximal = 0.0
+        for i in range(size):
+            others = (sum(r) - r[i]) / (size - 1)  # leave one out: the same estimate, seen another way
+            expected["gain"] += w[i] * (r[i] - others) / size
+            gain_proximal += b[i] * (r[i] - others) / size
+            expected["tv"] += abs(w[i] - 1) / 2 / size
+            expected["tv_proximal"] += abs(b[i] - 1) / 2 / size
+            k3 += (w[i] - 1 - math.log(w[i])) / size
+            k3_proximal += (b[i] - 1 - math.log(b[i])) / size
+        expected["gain_rollout"] = expected["gain"] - gain_proximal
+        expected["tv_pinsker"], expected["tv_proximal_pinsker"] = math.sqrt(k3 / 2), math.sqrt(k3_proximal / 2)
+        for name, s in (("", math.sqrt(variance + 1e-3)), ("_bernoulli", math.sqrt(smooth * (1 - smooth) + 1e-3))):
+            expected[f"s{name}"], expected[f"coefficient{name}"] = s, (1 - s) / s
+            surrogate = expected[f"surrogate{name}"] = expected["gain"] / s
+            for c in (2, 1):
+                penalty = (1 - s) / s * expected["tv"] + expected["tv_proximal"]
+                expected[f"bound_{c}{name}"] = surrogate - c * penalty
+                if not name:
+                    penalty = (1 - s) / s * expected["tv_pinsker"] + expected["tv_proximal_pinsker"]
+                    expected[f"bound_{c}_pinsker"] = surrogate - c * penalty
+        assert expected.keys() == terms.keys()
+        for name, value in expected.items():
+            assert float(terms[name][p]) == pytest.approx(value, abs=1e-9, rel=1e-9), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=8))
+def test_divergences_against_loops(logs):
+    n, w = len(logs), [math.exp(x) for x in logs]
+    log_ratio = torch.tensor(logs, dtype=torch.float64)
+    expected = {
+        "k3_of_ratio": sum(x - 1 - math.log(x) for x in w) / n,
+        "total_variation": sum(abs(x - 1) / 2 for x in w) / n,
+        "chi_squared": sum((x - 1) ** 2 for x in w) / n,
+        "effective_sample_size": sum(w) ** 2 / (n * sum(x * x for x in w)),
+    }
+    for name, value in expected.items():
+        assert float(getattr(F, name)(log_ratio).mean()) == pytest.approx(value, abs=1e-9), name
+
+
+def test_divergences_of_known_policies():
+    """The means over α are the divergences of the textbooks."""
+    log_ratio = (PI / ALPHA).log()
+    for name, value in {
+        "k3_of_ratio": (ALPHA * (ALPHA / PI).log()).sum(),
+        "total_variation": (PI - ALPHA).abs().sum() / 2,
+        "chi_squared": ((PI - ALPHA) ** 2 / ALPHA).sum(),
+    }.items():
+        assert float(ALPHA @ getattr(F, name)(log_ratio)) == pytest.approx(float(value), abs=1e-12), name
+
+
+def test_a_completion_without_overlap_stays_finite():
+    log_ratio = F.completion_log_ratio(torch.tensor([[-500.0, 1.0], [500.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool))
+    assert log_ratio.tolist() == [-20, 20]
+    terms = F.improvement_terms(log_ratio[None], torch.zeros(1, 2).double(), torch.tensor([[0.0, 1.0]]).double())
+    assert all(bool(value.isfinite().all()) for value in terms.values())

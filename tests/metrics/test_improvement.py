@@ -1,0 +1,95 @@
+"""The monitor's metrics: cut into pieces they say what they say of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lgrpo.metrics import CalibrationMetrics, ImprovementMetrics, LagHistogram, OffPolicyMetrics
+
+
+def groups(prompts=6, size=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rewards = torch.randint(0, 2, (prompts, size), generator=g).double()
+    rewards[0] = 1.0
+    ratios = [0.3 * torch.randn(prompts, size, generator=g, dtype=torch.float64) for _ in range(2)]
+    return {"log_ratio": ratios[0], "proximal_log_ratio": ratios[1], "rewards": rewards}
+
+
+def test_pieces_make_the_whole():
+    whole, pieces, data = ImprovementMetrics(), ImprovementMetrics(), groups()
+    whole.update(**data)
+    for rows in ([0, 1], [2], [], [3, 4, 5]):
+        pieces.update(**{name: value[rows] for name, value in data.items()})
+    assert {n: float(v) for n, v in pieces.compute().items()} == {n: float(v) for n, v in whole.compute().items()}
+
+
+def test_groups_without_variance_stand_apart():
+    data = groups()
+    varied = torch.tensor([len(set(row.tolist())) > 1 for row in data["rewards"]])
+    assert 0 < int(varied.sum()) < 6
+    metric, apart = ImprovementMetrics(), ImprovementMetrics()
+    metric.update(**data)
+    apart.update(**{name: value[varied] for name, value in data.items()})
+    figures, expected = metric.compute(), apart.compute()
+    assert float(figures["zero_variance_fraction"]) == pytest.approx(float((~varied).double().mean()))
+    for name in ("s", "coefficient", "surrogate", "bound_2", "bound_1_positive", "bound_2_bernoulli_stderr"):
+        assert float(figures[name]) == pytest.approx(float(expected[name])), name
+    assert float(figures["gain_varied"]) == pytest.approx(float(expected["gain"]))
+    assert float(figures["gain"]) == pytest.approx(float(expected["gain"] * varied.double().mean()))
+    assert float(figures["tv"]) != pytest.approx(float(expected["tv"]))
+
+
+def test_nothing_varies_or_nothing_is_there():
+    metric, data = ImprovementMetrics(), groups()
+    data["rewards"].fill_(1.0)
+    metric.update(**data)
+    figures = metric.compute()
+    assert float(figures["gain"]) == 0
+    assert float(figures["zero_variance_fraction"]) == 1
+    assert "bound_2" not in figures
+    metric.reset()
+    metric.update(**{name: value[:0] for name, value in data.items()})
+    assert metric.compute() == {}
+
+
+def test_rewards_the_theorem_does_not_know():
+    metric, data = ImprovementMetrics(), groups()
+    data["rewards"] *= 2
+    metric.update(**data)
+    names = metric.compute().keys()
+    assert {"gain", "s", "tv_pinsker"} <= names
+    assert not any(name.startswith("bound") or "bernoulli" in name for name in names)
+
+
+def test_clip_fractions_by_sign():
+    metric = OffPolicyMetrics(clip_low=0.2, clip_high=0.3)
+    ratio = torch.tensor([[1.25, 1.35, 0.5, 9.0], [0.7, 0.85, 1.5, 9.0]])
+    mask = torch.tensor([[True, True, True, False]] * 2)
+    advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
+    metric.update(log_ratio=ratio.log(), mask=mask, advantages=advantages)
+    metric.update(log_ratio=ratio[:0].log(), mask=mask[:0], advantages=advantages[:0])
+    figures = metric.compute()
+    assert float(figures["clip_fraction_positive"]) == pytest.approx(1 / 3)  # 1.35
+    assert float(figures["clip_fraction_negative"]) == pytest.approx(1 / 3)  # 0.7
+    assert float(figures["clip_fraction"]) == pytest.approx(2 / 6)
+    assert float(figures["ratio_max"]) == pytest.approx(0.7 * 0.85 * 1.5, rel=1e-5)
+
+
+def test_lag_buckets():
+    metric = LagHistogram()
+    metric.update(torch.tensor([0, 1, 2, 3, 4, 7, 8]))
+    metric.update(torch.tensor([15, 16, 31, 32, 1000]))
+    counts = {name: round(12 * float(share)) for name, share in metric.compute().items()}
+    assert list(counts.values()) == [1, 1, 2, 2, 2, 2, 2]
+
+
+def test_calibration_is_paired():
+    metric = CalibrationMetrics()
+    before, after = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 1.0]])
+    metric.update(log_ratio=torch.tensor([[1.5, 0.5], [0.5, 1.5]]).log(), before=before, after=after)
+    figures = {name: float(value) for name, value in metric.compute().items()}
+    assert figures["predicted"] == pytest.approx(0.5)
+    assert figures["realised"] == pytest.approx(0.5)
+    assert figures["error"] == pytest.approx(0, abs=1e-6)
+    assert figures["error_stderr"] == pytest.approx(0, abs=1e-6)
