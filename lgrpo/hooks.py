@@ -13,8 +13,9 @@ import lightning as L
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.engines import RolloutEngine
-from lgrpo.types import PolicyWeights, RolloutBatch
+from lgrpo.engines import RolloutEngine, Sampling
+from lgrpo.tasks import Task
+from lgrpo.types import PolicyWeights, Prompt, RolloutBatch
 
 Stage = Literal["sync", "generate", "score", "update", "validate"]
 
@@ -32,6 +33,9 @@ class PolicyOwner(Protocol):
     def needs_reference(self) -> bool: ...
 
     @property
+    def needs_behaviour(self) -> str | None: ...
+
+    @property
     def policy_step(self) -> int: ...
 
     def wants_reference_score(self, task: str) -> bool: ...
@@ -45,6 +49,12 @@ class PolicyOwner(Protocol):
     def refresh_reference(self, decay: float = 0.0) -> None: ...
 
 
+class PromptPlaces(Protocol):
+    """The training prompts, laid out over the run."""
+
+    def at(self, position: int) -> Prompt: ...
+
+
 class RolloutOwner(Protocol):
     """What callbacks ask of the data module."""
 
@@ -52,6 +62,10 @@ class RolloutOwner(Protocol):
     lead: int
     reuse: int
     tokenizer: PreTrainedTokenizerBase
+    task: Task
+    train_prompts: PromptPlaces
+    sampling: Sampling
+    seed: int
 
 
 def policy_owner(trainer: L.Trainer) -> PolicyOwner:

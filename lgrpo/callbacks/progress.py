@@ -88,8 +88,10 @@ class RolloutProgress(RolloutCallback, ProgressBar):
 
     @staticmethod
     def _figures(trainer: L.Trainer, batch: RolloutBatch) -> str:
-        lag = trainer.global_step - 1 - int(batch.behaviour_step.min())  # the step just made is counted already
-        parts = [f"reward {batch.metrics['rollout/reward']:.3f}", f"lag {lag}"]
+        lags = batch.lag(trainer.global_step - 1)  # the step just made is counted already
+        known = lags[~lags.isnan()]
+        lag = f"lag {int(known.max())}" if len(known) else "recorded"
+        parts = [f"reward {batch.metrics['rollout/reward']:.3f}", lag]
         if "val/pass@1" in trainer.callback_metrics:
             parts.append(f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}")
         return "  ".join(parts)

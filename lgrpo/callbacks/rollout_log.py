@@ -48,7 +48,7 @@ class RolloutLog(RolloutCallback):
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
         tokenizer = rollout_owner(trainer).tokenizer
         sampled = batch.completion_mask[i]
-        behaviour_step = int(batch.behaviour_step[i])
+        behaviour_step = None if bool(batch.is_recorded[i]) else int(batch.behaviour_step[i])
         values = (
             batch.rollout,
             trainer.global_step,
@@ -58,7 +58,7 @@ class RolloutLog(RolloutCallback):
             round(float(batch.advantages[i][sampled][0]), 6),
             bool(batch.loss_mask[i].any()),
             behaviour_step,
-            trainer.global_step - behaviour_step,
+            None if behaviour_step is None else trainer.global_step - behaviour_step,
         )
         return dict(zip(COLUMNS, values, strict=True))
 
