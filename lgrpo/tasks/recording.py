@@ -46,6 +46,7 @@ SCHEMA = pa.schema(
 """Of a recording. In one from elsewhere only ``prompt`` and ``completion`` must be there."""
 
 _KEY = b"lgrpo"
+_FORMAT = 1
 _LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "finish_reason"}
 """Columns that hold all siblings of a prompt in one row, and what they are called for one completion."""
 
@@ -65,7 +66,7 @@ def write_recording(rows: Sequence[Mapping[str, Any]] | pa.Table, facts: Mapping
         path: Of the file.
     """
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows), schema=SCHEMA)
-    table = table.replace_schema_metadata({_KEY: json.dumps({"format": 1, **facts}, default=str).encode()})
+    table = table.replace_schema_metadata({_KEY: json.dumps({"format": _FORMAT, **facts}, default=str).encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
@@ -116,7 +117,7 @@ class Recording:
             numbers = pc.add(groups.indices.cast(pa.int64()), first_group)
             first_group += len(groups.dictionary)
             tables.append(table.set_column(0, "group", numbers))
-            has_strangers |= fact is None
+            has_strangers |= fact is None or "tokenizer" not in fact
             if fact is not None and fact not in facts:
                 facts.append(fact)
         table = pa.concat_tables(tables)
@@ -209,7 +210,10 @@ def _read_parquet(path: str) -> tuple[pa.Table, dict[str, Any] | None]:
         raise ValueError(f"{path} is a recording without {missing}; it has {table.column_names}")
     table = table.select(SCHEMA.names).replace_schema_metadata(None).cast(SCHEMA)
     _check_rewards(path, table)
-    return table, json.loads(metadata[_KEY])
+    facts = json.loads(metadata[_KEY])
+    if facts["format"] != _FORMAT:
+        raise ValueError(f"{path} is a recording of format {facts['format']}; this version of lgrpo reads {_FORMAT}")
+    return table, facts
 
 
 def _check_rewards(path: str, table: pa.Table) -> None:
