@@ -110,14 +110,15 @@ def draw_outcome(outcome: Outcome, path: Path) -> None:
         dots = {arm: outcome.values(arm, metric) for arm in arms}
         _draw_intervals(middle, means, dots, colours)
         middle.set(xlabel=f"{metric} ({grid.value})", title=f"mean and {grid.confidence:.0%} interval, dots are seeds")
-        others = [arm for arm in arms if arm != grid.baseline]
         baseline = outcome.values(grid.baseline, metric)
-        differences = {arm: outcome.difference(arm, metric) for arm in others}
+        differences = {arm: None if arm == grid.baseline else outcome.difference(arm, metric) for arm in arms}
         pairs = {
-            arm: {seed: value - baseline[seed] for seed, value in dots[arm].items() if seed in baseline}
-            for arm in others
+            arm: {seed: dots[arm][seed] - baseline[seed] for seed in dots[arm].keys() & baseline.keys()}
+            for arm in arms
+            if arm != grid.baseline
         }
         _draw_intervals(right, differences, pairs, colours)
+        right.tick_params(labelleft=False)  # the rows of the panel beside it
         right.axvline(0, color="black", linewidth=0.8)
         right.set(xlabel="difference, paired by seed", title=f"less {grid.baseline}")
         for axis in (left, middle, right):
@@ -145,7 +146,7 @@ def _draw_intervals(
 ) -> None:
     names = list(intervals)
     for place, name in enumerate(names):
-        values = list(dots[name].values())
+        values = list(dots.get(name, {}).values())
         axis.plot(values, [place] * len(values), ".", color=colours[name], alpha=0.4, markersize=7)
         if (interval := intervals[name]) is not None:
             width = interval.half_width if interval.count > 1 else 0.0

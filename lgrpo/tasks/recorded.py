@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
 from jsonargparse.typing import PositiveInt
 from transformers import PreTrainedTokenizerBase
 
+from lgrpo.rewards import BatchReward, Score
+from lgrpo.rewards.base import WrappedReward
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.recording import Recording
 from lgrpo.tasks.rows import Row
 from lgrpo.tasks.template import Template
+from lgrpo.types import Completion, Prompt
 
 _TEXT = "recorded_prompt"
 
@@ -28,7 +31,7 @@ class RecordedPrompts(Task):
             task: Its reward scores what has no recorded reward, and its validation set is validated on.
             min_completions: Prompts with fewer recorded completions are left out.
         """
-        super().__init__(task.template, task.reward)
+        super().__init__(task.template, _OfRecorded(task.reward))
         self.path = path
         self.task = task
         self.min_completions = min_completions
@@ -74,6 +77,35 @@ class RecordedPrompts(Task):
     @cached_property
     def _token_ids(self) -> dict[str, list[int] | None]:
         return {prompt: one["prompt_token_ids"] for prompt, one in self._first_rows.items()}
+
+
+class _OfRecorded(WrappedReward):
+    """The other task's reward. Of a recorded row it wants what it reads only when it is asked to score it."""
+
+    def required_fields(self) -> set[str]:
+        return set()
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        missing = sorted(self.reward.required_fields() - set(row))
+        if _TEXT in row and missing:
+            return
+        if missing:
+            raise ValueError(f"the reward reads {missing}, but the row has only {sorted(row)}")
+        self.reward.check_row(row)
+
+    def map_leaves(self, change: Callable[[BatchReward], BatchReward]) -> BatchReward:
+        return _OfRecorded(self.reward.map_leaves(change))
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[Score]:
+        wanted = self.reward.required_fields()
+        for prompt in prompts:
+            if missing := sorted(wanted - set(prompt.row)):
+                raise ValueError(
+                    f"the reward reads {missing}, but the recorded prompt {prompt.text[:60]!r} came with "
+                    f"{sorted(set(prompt.row) - {_TEXT})} only, so nothing new can be scored for it: add the fields to "
+                    "the recording, or train on recorded rewards alone"
+                )
+        return self.reward(prompts, completions)
 
 
 class _AsRecorded(Template):

@@ -331,6 +331,17 @@ def test_texts_and_rewards_from_elsewhere(tmp_path, form):
     assert again.table["logprobs"].null_count == len(again.table)
 
 
+def test_what_a_new_score_needs_is_asked_for_when_one_is_needed(tmp_path):
+    """Recorded rewards need no answer; a sampled sibling does, and validation has its own rows."""
+    rows = [{name: value for name, value in row.items() if name != "answer"} for row in TEXTS]
+    path = lines(tmp_path / "bare.jsonl", rows)
+    own = {"task": RecordedPrompts(path, SortDigits(num_digits=2, num_held_out=92))}
+    run = train_on(path, data=own, trainer={"limit_val_batches": 1.0})
+    assert "val/pass@1" in run.trainer.callback_metrics
+    with pytest.raises(ValueError, match=r"reads \['answer'\], but the recorded prompt .* came with \[\] only"):
+        train_on(path, data=own, engine={"siblings": 2})
+
+
 def test_groups_may_be_named_and_stay_together(tmp_path):
     rows = [row | {"group": place // 2} for place, row in enumerate(LONG[:4])]
     path = lines(tmp_path / "named.jsonl", rows)
