@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lgrpo.callbacks import ReferenceRefresh as ReferenceRefresh
     from lgrpo.callbacks import RolloutCallback as RolloutCallback
     from lgrpo.callbacks import RolloutLog as RolloutLog
+    from lgrpo.callbacks import RolloutRecorder as RolloutRecorder
     from lgrpo.callbacks import SupervisedWarmStart as SupervisedWarmStart
     from lgrpo.callbacks import ValidateEvery as ValidateEvery
     from lgrpo.callbacks import WeightSync as WeightSync
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lgrpo.data import Benchmark as Benchmark
     from lgrpo.data import Evaluation as Evaluation
     from lgrpo.data import RolloutDataModule as RolloutDataModule
+    from lgrpo.engines import ReplayEngine as ReplayEngine
     from lgrpo.engines import Sampling as Sampling
     from lgrpo.engines import TransformersEngine as TransformersEngine
     from lgrpo.losses import ClippedLoss as ClippedLoss
@@ -43,7 +45,9 @@ _ROOMS = {
     "RolloutBatch": "types",
     "RolloutCallback": "callbacks",
     "RolloutDataModule": "data",
+    "ReplayEngine": "engines",
     "RolloutLog": "callbacks",
+    "RolloutRecorder": "callbacks",
     "Sampling": "engines",
     "SupervisedWarmStart": "callbacks",
     "TransformersEngine": "engines",

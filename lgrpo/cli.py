@@ -1,9 +1,11 @@
-"""The command line: ``lgrpo fit | validate | test``, which are LightningCLI's, ``lgrpo plan`` and ``lgrpo report``."""
+"""The command line: ``lgrpo fit | validate | test``, LightningCLI's, and ``lgrpo plan | report | score | sweep``."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from jsonargparse import Namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
@@ -30,10 +33,11 @@ from lgrpo.callbacks import (
     ZeroVarianceMask,
 )
 from lgrpo.checkpoints import newest_checkpoint, sweep_parts
-from lgrpo.data import RolloutDataModule
+from lgrpo.data import RolloutDataModule, rescore
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
 from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, report, write_summary
+from lgrpo.sweep import Outcome, SweepError, check_grid, draw_outcome, launch, launches, read_grid
 
 CALLBACK_KEYS = {
     "weight_sync": EngineSync,
@@ -47,7 +51,8 @@ RESUMABLE = 75
 EPILOG = (
     "lgrpo plan --config … says what a config means before anything is loaded: lags, syncs, tokens, memory. "
     "lgrpo test --checkpoints RUN evaluates every checkpoint of a run. "
-    "lgrpo report RUN … writes a page of a run, or of several."
+    "lgrpo report RUN … writes a page of a run, or of several. "
+    "lgrpo score FILE --config … scores recorded rollouts. lgrpo sweep GRID.yaml runs settings × seeds."
 )
 
 
@@ -267,6 +272,16 @@ class ParseOnly(LGRPOCLI):
         """Nothing is built."""
 
 
+class ParserOnly(ParseOnly):
+    """What ``fit`` can be given, for a look at several configs."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = Namespace(seed_everything=False)
+
+
 def quiet_lightning() -> None:
     """Leaves out Lightning's advertisement, and warnings about things that are as they should be."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
@@ -298,6 +313,78 @@ def with_config_of_run(args: list[str]) -> list[str]:
     return [args[0], f"--config={config}", *own, *args[1:]]
 
 
+def score(args: list[str]) -> None:
+    """``lgrpo score FILE --config … [--out FILE]``."""
+    parser = argparse.ArgumentParser(
+        prog="lgrpo score",
+        description="Scores recorded completions with the reward of a config's task, in workers with its limits.",
+        epilog="Everything else (--config, --data.task…, --data.scoring…) is as for lgrpo fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", help="folder of RolloutRecorder, or a .parquet, .jsonl or .json file")
+    parser.add_argument("--out", type=Path, help="Parquet file to write; by default FILE-scored.parquet beside it")
+    own, others = parser.parse_known_args(args)
+    out: Path = own.out or Path(own.file).with_name(f"{Path(own.file).name.partition('.')[0]}-scored.parquet")
+    if out.suffix != ".parquet":
+        raise SystemExit(f"lgrpo: --out {out} is to be a .parquet file")
+    if out.exists():
+        raise SystemExit(f"lgrpo: {out} exists already, and nothing is overwritten: choose another --out")
+    cli = LGRPOCLI(others, run=False)
+    data = cli.datamodule
+    try:
+        done = rescore(own.file, out, data.task, data.scoring, cli.model.tokenizer)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SystemExit(f"lgrpo: {error}") from error
+    before = "none" if done.before is None else f"{done.before:.4f}"
+    after = "none" if done.after is None else f"{done.after:.4f}"
+    print(f"{done.num_completions} completions scored, mean reward {after} (before: {before}), in {out}")
+    if done.num_failed or done.num_waiting:
+        print(f"{done.num_failed} could not be scored, {done.num_waiting} have no score yet")
+
+
+def sweep(args: list[str]) -> None:
+    """``lgrpo sweep GRID.yaml``."""
+    parser = argparse.ArgumentParser(
+        prog="lgrpo sweep",
+        description="Runs settings × seeds, each as lgrpo fit; a table and a picture with intervals at the end.",
+        epilog="What is finished is skipped the next time, what was interrupted goes on from its last checkpoint.",
+    )
+    parser.add_argument("grid", type=Path, help="YAML file: configs, settings, grid, arms, seeds, metrics, baseline")
+    parser.add_argument("--out", type=Path, help="folder of the sweep; by default runs/sweeps/NAME")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at a time")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
+    own = parser.parse_args(args)
+    if own.jobs < 1:
+        raise SystemExit(f"lgrpo: --jobs is {own.jobs}; at least 1 runs at a time")
+    try:
+        grid = read_grid(own.grid)
+        check_grid(grid, ParserOnly().parser)
+        out = own.out or Path("runs") / "sweeps" / grid.name
+        runs = launches(grid, out)
+        states = [run.state for run in runs]
+        if own.dry_run:
+            for run, state in zip(runs, states, strict=True):
+                print(f"{state:<9} lgrpo fit {shlex.join(run.arguments)}")
+            return
+        failed = launch(runs, own.jobs, lambda line: print(line, flush=True))
+        outcome = Outcome.read(grid, runs)
+    except SweepError as error:
+        raise SystemExit(f"lgrpo: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit(f"lgrpo: stopped; the same command goes on: lgrpo sweep {shlex.join(args)}") from None
+    tables = "\n\n".join(outcome.table(metric) for metric in grid.metrics)
+    (out / "table.md").write_text(tables + "\n", encoding="utf-8")
+    outcome.write_csv(out / "runs.csv")
+    try:
+        draw_outcome(outcome, out / "picture.png")
+    except ImportError as error:
+        warnings.warn(str(error), stacklevel=1)
+    print(f"\n{tables}\n\nThe sweep is in {out}/: table.md, runs.csv, picture.png, a folder for each run")
+    if failed:
+        lines = "\n".join(f"  {run.arm.name}, seed {run.seed}: {run.log}" for run in failed)
+        raise SystemExit(f"lgrpo: {len(failed)} of {len(runs)} runs failed:\n{lines}")
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry point of the ``lgrpo`` command."""
     args = with_config_of_run(sys.argv[1:] if args is None else args)
@@ -309,6 +396,10 @@ def main(args: list[str] | None = None) -> None:
             print(plan(ParseOnly(args[1:]).config))
         elif args and args[0] == "report":
             report(args[1:])
+        elif args and args[0] == "score":
+            score(args[1:])
+        elif args and args[0] == "sweep":
+            sweep(args[1:])
         else:
             LGRPOCLI(args)
     finally:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.engines import RolloutEngine
+from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.settings import Settings
-from lgrpo.types import PolicyWeights, RolloutBatch
+from lgrpo.tasks import Task
+from lgrpo.types import PolicyWeights, Prompt, RolloutBatch
 
 Stage = Literal["sync", "generate", "score", "update", "validate"]
 
@@ -34,6 +35,9 @@ class PolicyOwner(Protocol):
     def needs_reference(self) -> bool: ...
 
     @property
+    def needs_behaviour(self) -> str | None: ...
+
+    @property
     def policy_step(self) -> int: ...
 
     def wants_reference_score(self, task: str) -> bool: ...
@@ -49,6 +53,12 @@ class PolicyOwner(Protocol):
     def note(self, name: str, value: float) -> None: ...
 
 
+class PromptPlaces(Protocol):
+    """The training prompts, laid out over the run."""
+
+    def at(self, position: int) -> Prompt: ...
+
+
 class RolloutOwner(Protocol):
     """What callbacks ask of the data module."""
 
@@ -57,6 +67,10 @@ class RolloutOwner(Protocol):
     reuse: int
     behaviour_logprobs: Literal["engine", "policy"]
     tokenizer: PreTrainedTokenizerBase
+    task: Task
+    train_prompts: PromptPlaces
+    sampling: Sampling
+    seed: int
 
     def resume_settings(self) -> Settings: ...
 

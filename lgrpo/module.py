@@ -87,6 +87,11 @@ class GRPOModule(L.LightningModule):
         return self.loss.needs_reference
 
     @property
+    def needs_behaviour(self) -> str | None:
+        """The loss by name, where it reads log π_α."""
+        return type(self.loss).__name__ if self.loss.needs_behaviour else None
+
+    @property
     def policy_step(self) -> int:
         """Optimizer steps the policy has made; of one that is evaluated, as its checkpoint says."""
         return self.global_step or self._loaded_step
@@ -178,7 +183,8 @@ class GRPOModule(L.LightningModule):
             clipped_high=output.clipped_high,
             entropy=logprobs.entropy.detach(),
             kl_reference=kl_reference,
-            lag=self.global_step - batch.behaviour_step,
+            lag=batch.lag(self.global_step),
+            behaviour_known=~batch.behaviour_logprobs.isnan(),
         )
         # Lightning divides by the number of micro-batches and averages over ranks; the totals have done both already
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size

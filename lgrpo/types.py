@@ -16,6 +16,9 @@ from torch import Tensor
 if TYPE_CHECKING:  # reward workers do not need it, and start sooner
     from transformers import PretrainedConfig
 
+RECORDED = -1
+"""Behaviour step of a completion that no policy of this run sampled: it has no lag."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Prompt:
@@ -37,14 +40,17 @@ class Completion:
     token_ids: list[int]
     """The sampled tokens, the end-of-sequence token included."""
     logprobs: list[float]
-    """log π_α of each token, under the distribution it was drawn from (temperature and truncation applied)."""
+    """log π_α of each token, under the distribution it was drawn from (temperature and truncation applied); NaN where
+    a recording has none."""
     text: str
     """The decoded answer, without special tokens and without the stop string that ended it."""
     finish_reason: Literal["stop", "length"]
     behaviour_step: int
-    """Optimizer step whose weights sampled it."""
+    """Optimizer step whose weights sampled it; ``RECORDED`` where no policy of this run did."""
     version: int = 0
     """Which sync brought those weights: the key into the engine's ledger."""
+    reward: float | None = None
+    """The score it came with, where it was recorded with one; None: it is to be scored."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,13 +80,14 @@ class RolloutBatch:
     loss_mask: Tensor
     """[B, T] bool: the tokens that train."""
     behaviour_logprobs: Tensor
-    """[B, T] log π_α(token), float32; 0 outside the completion."""
+    """[B, T] log π_α(token), float32; 0 outside the completion, NaN where a recording does not know it."""
     rewards: Tensor
     """[B] float32, as the reward gave them; NaN where that is not known yet."""
     advantages: Tensor
     """[B, T] float32; 0 outside the completion."""
     behaviour_step: Tensor
-    """[B] int64: optimizer step whose weights sampled each completion, so mixed and late rollouts fit."""
+    """[B] int64: optimizer step whose weights sampled each completion, so mixed and late rollouts fit; ``RECORDED``
+    where no policy of this run did."""
     positions: Tensor
     """[B] int64: place of each row's prompt in the run."""
     truncated: Tensor
@@ -113,6 +120,15 @@ class RolloutBatch:
         """[B] bool: rows of groups whose rewards are all there. Others hold a place only, out of the loss."""
         unknown = self.rewards.view(-1, self.group_size).isnan().any(1)
         return ~unknown.repeat_interleave(self.group_size)
+
+    @property
+    def is_recorded(self) -> Tensor:
+        """[B] bool: completions that no policy of this run sampled."""
+        return self.behaviour_step == RECORDED
+
+    def lag(self, step: int) -> Tensor:
+        """[B] float32: optimizer steps since each completion was sampled; NaN for recorded ones, which have no lag."""
+        return torch.where(self.is_recorded, torch.nan, (step - self.behaviour_step).float())
 
     @property
     def lengths(self) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from lgrpo import ClippedLoss, ReferenceRefresh, RolloutBatch, RolloutCallback, ZeroVarianceMask
 from lgrpo.engines import EngineError
 from lgrpo.losses import PolicyLogprobs, SequenceMean, TokenMean
+from lgrpo.tasks import Recording
 from tests.helpers import a_batch, build, fit, largest_difference
 
 
@@ -187,6 +188,10 @@ class TestSameGradient:
             for name in ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag"):
                 assert a[name] == pytest.approx(b[name], abs=1e-5), name
         assert one["val/pass@1"] == pytest.approx(two["val/pass@1"], abs=1e-6)
+        assert len(list((tmp_path / "2.pt-rollouts").iterdir())) == 6  # of each rank its own
+        recorded = [Recording.read(f"{tmp_path}/{devices}.pt-rollouts").table for devices in (1, 2)]
+        for name in ("rollout", "position", "sibling", "token_ids", "reward", "behaviour_step"):
+            assert recorded[0][name].to_pylist() == recorded[1][name].to_pylist(), name
 
     def test_shuffled_siblings(self, monkeypatch):
         """The rows of every group dealt in another order, before the rollout is cut."""

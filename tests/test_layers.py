@@ -16,7 +16,7 @@ LAYERS = [
     {"metrics", "rewards"},
     {"advantages", "losses", "policy", "engines", "hooks", "tasks", "checkpoints"},
     {"module", "data", "callbacks"},
-    {"report", "plan"},
+    {"report", "plan", "sweep"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from lgrpo import ClippedLoss, Evaluation, ZeroVarianceMask
+from lgrpo import ClippedLoss, Evaluation, RolloutRecorder, ZeroVarianceMask
 from lgrpo.advantages import Advantage, BatchStd, ComposedAdvantage, DropNegatives, ExponentiallyWeighted, Scores
 from lgrpo.data import DynamicSampling
 from tests.helpers import build
@@ -30,7 +30,7 @@ def main() -> None:
         i=2,
         rollouts=3,
         loss=ClippedLoss(kl_coef=0.1),
-        callbacks=[ZeroVarianceMask(0.3)],
+        callbacks=[ZeroVarianceMask(0.3), RolloutRecorder(path=f"{out}-rollouts")],
         trainer=trainer,
         data={
             "evaluation": Evaluation(success_reward=0.5),

@@ -10,6 +10,7 @@ from lgrpo.callbacks.overlong_mask import OverlongMask
 from lgrpo.callbacks.progress import RolloutProgress
 from lgrpo.callbacks.reference_refresh import ReferenceRefresh
 from lgrpo.callbacks.rollout_log import RolloutLog
+from lgrpo.callbacks.rollout_recorder import RolloutRecorder
 from lgrpo.callbacks.validate_every import ValidateEvery
 from lgrpo.callbacks.warm_start import SupervisedWarmStart
 from lgrpo.callbacks.weight_sync import EngineSync, WeightSync
@@ -29,6 +30,7 @@ __all__ = [
     "RolloutCallback",
     "RolloutLog",
     "RolloutProgress",
+    "RolloutRecorder",
     "SupervisedWarmStart",
     "ValidateEvery",
     "WeightSync",

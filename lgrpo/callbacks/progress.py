@@ -103,8 +103,10 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._sampled: deque[tuple[float, int, float]] = deque(maxlen=20)  # when, which rollout, tokens up to it
 
     def _read(self, trainer: L.Trainer, batch: RolloutBatch) -> list[str]:
-        lag = trainer.global_step - 1 - int(batch.behaviour_step.min())  # the step just made is counted already
-        figures = [f"reward {batch.metrics['rollout/reward']:.3f}", f"lag {lag}"]
+        lags = batch.lag(trainer.global_step - 1)  # the step just made is counted already
+        known = lags[~lags.isnan()]
+        lag = f"lag {int(known.max())}" if len(known) else "recorded"
+        figures = [f"reward {batch.metrics['rollout/reward']:.3f}", lag]
         if "val/pass@1" in trainer.callback_metrics:
             figures.append(f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}")
         if not self._sampled or self._sampled[-1][1] != batch.rollout:

@@ -46,8 +46,8 @@ class RolloutLog(RolloutCallback):
         data = rollout_owner(trainer)
         tokenizer = data.tokenizer
         sampled = batch.completion_mask[i]
-        behaviour_step = int(batch.behaviour_step[i])
-        versions = {record.step: record.version for record in data.engine.ledger}
+        behaviour_step = None if bool(batch.is_recorded[i]) else int(batch.behaviour_step[i])
+        versions: dict[int | None, int] = {record.step: record.version for record in data.engine.ledger}
         values = (
             batch.rollout,
             trainer.global_step,
@@ -57,7 +57,7 @@ class RolloutLog(RolloutCallback):
             round(float(batch.advantages[i][sampled][0]), 6),
             bool(batch.loss_mask[i].any()),
             behaviour_step,
-            trainer.global_step - behaviour_step,
+            None if behaviour_step is None else trainer.global_step - behaviour_step,
             versions.get(behaviour_step),
         )
         return dict(zip(COLUMNS, values, strict=True))

@@ -5,6 +5,7 @@ from lgrpo.data.collate import collate_rollout
 from lgrpo.data.datamodule import RolloutDataModule
 from lgrpo.data.evaluation import Benchmark, Evaluation
 from lgrpo.data.prompts import DifficultySampling, PromptSet
+from lgrpo.data.rescore import rescore
 from lgrpo.data.sampler import DynamicSampling
 from lgrpo.data.schedule import RolloutSchedule
 
@@ -19,4 +20,5 @@ __all__ = [
     "RolloutDataModule",
     "RolloutSchedule",
     "collate_rollout",
+    "rescore",
 ]

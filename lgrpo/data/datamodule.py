@@ -25,6 +25,7 @@ from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator
 from lgrpo.data.late import LateGroups, completions_of, join_late
 from lgrpo.data.prompts import DifficultySampling, Prompts, PromptSet, load_prompts
 from lgrpo.data.recompute import recompute_logprobs
+from lgrpo.data.recorded import prepare_engine
 from lgrpo.data.sampler import DynamicSampling, RolloutSampler
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.data.scorer import Scorer
@@ -84,7 +85,8 @@ class RolloutDataModule(L.LightningDataModule):
             generate_ahead: Sample all rollouts up to the next sync in one call. The samples are the same; an engine is
                 fuller, and sleeps once a cycle instead of once a rollout.
             lead: o, how many rollouts before it is trained on a rollout is sampled: the lag grows by that much.
-            max_lag: A completion older than this many optimizer steps is never trained on; by default any is.
+            max_lag: A completion older than this many optimizer steps is never trained on; by default any is. Recorded
+                ones have no age in this run.
             max_prompt_tokens: Longest prompt; by default what the model's context leaves beside a completion.
             overlong_prompts: What becomes of a longer one.
             difficulty: Draw training prompts by their difficulty; by default all alike.
@@ -160,6 +162,7 @@ class RolloutDataModule(L.LightningDataModule):
             self._rollout, self._late = None, LateGroups()  # nothing of an earlier fit stays
             self.train_prompts = self._prompts(self.task, "train", self.sampling)
             self._fingerprint = self.train_prompts.fingerprint()
+            prepare_engine(self.engine, self, self.train_prompts, self.schedule.end_of_run(trainer), module)
             if self.dynamic_sampling is not None and self.train_prompts.is_streamed:
                 raise ValueError("data.dynamic_sampling draws prompts from anywhere: a streamed set cannot give them")
             self._sampler = RolloutSampler(
@@ -328,8 +331,7 @@ class RolloutDataModule(L.LightningDataModule):
         """Takes completions out of the loss that would be older than ``max_lag`` at the rollout's last pass."""
         if self.max_lag is None:
             return
-        lag = self._trainer.global_step + self.reuse - 1 - batch.behaviour_step
-        too_old = lag > self.max_lag
+        too_old = batch.lag(self._trainer.global_step + self.reuse - 1) > self.max_lag  # false for recorded ones
         batch.loss_mask &= ~too_old[:, None]
 
     def _hold(self, batch: RolloutBatch, late: LateGroups) -> None:

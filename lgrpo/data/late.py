@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import lightning as L
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.data.collate import as_rewards, concatenate
@@ -47,7 +48,7 @@ class LateGroups:
         """
         if not self.waiting and not bool(batch.rewards.isnan().any()):
             return batch, LateGroups()
-        young = [group for group in self.waiting if int(group.behaviour_step.min()) >= oldest_step]
+        young = [group for group in self.waiting if bool(is_young(group, oldest_step).all())]
         own = split_groups(batch)
         asked = [*young, *(group for group in own if asks_own and is_incomplete(group))]
         answered = {id(group): with_scores(group, scores) for group, scores in zip(asked, ask(asked), strict=True)}
@@ -62,6 +63,11 @@ class LateGroups:
 def is_incomplete(group: RolloutBatch) -> bool:
     """Whether a score of it is not there yet."""
     return bool(group.rewards.isnan().any())
+
+
+def is_young(group: RolloutBatch, oldest_step: int) -> Tensor:
+    """[B] bool: completions sampled at this optimizer step or later. Recorded ones have no lag, and never grow old."""
+    return (group.behaviour_step >= oldest_step) | group.is_recorded
 
 
 def with_scores(group: RolloutBatch, scores: Sequence[Score]) -> RolloutBatch:

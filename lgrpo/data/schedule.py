@@ -84,7 +84,7 @@ class RolloutSchedule:
     def _start(self, trainer: L.Trainer, last: int) -> float:
         """Begins every rollout up to ``last`` that has not begun. Seconds of the hooks."""
         seconds = 0.0
-        for rollout in range(self._started + 1, min(last + 1, self._end_of_run(trainer))):
+        for rollout in range(self._started + 1, min(last + 1, self.end_of_run(trainer))):
             self._queue.wait()  # a sync must not meet a generation
             version, start = self.engine.version, time.perf_counter()
             call_stage(trainer, "sync")
@@ -110,9 +110,9 @@ class RolloutSchedule:
     def _end_of_cycle(self, trainer: L.Trainer, rollout: int) -> int:
         """The first rollout that the weights at hand will not sample, as far as that is known."""
         cycle_end = rollout + 1 if self._cycle_end is None else self._cycle_end
-        return min(cycle_end, self._end_of_run(trainer))
+        return min(cycle_end, self.end_of_run(trainer))
 
-    def _end_of_run(self, trainer: L.Trainer) -> int:
+    def end_of_run(self, trainer: L.Trainer) -> int:
         """The first rollout that will not be trained on."""
         ends = []
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:

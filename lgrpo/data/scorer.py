@@ -36,8 +36,15 @@ class Scorer:
         return GroupScores(self, prompts)
 
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
-        """Has a group scored."""
-        return self._threads.submit(checked_rewards, self.reward, [prompt] * len(completions), completions)
+        """Has a group scored. A completion that was recorded with a score keeps it."""
+        return self._threads.submit(self._scores, prompt, completions)
+
+    def _scores(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        recorded = [completion.reward for completion in completions]
+        if all(reward is not None for reward in recorded):
+            return [reward for reward in recorded if reward is not None]
+        scores = checked_rewards(self.reward, [prompt] * len(completions), completions)  # siblings may be compared
+        return [score if kept is None else kept for score, kept in zip(scores, recorded, strict=True)]
 
     def close(self) -> None:
         """Ends what scores."""

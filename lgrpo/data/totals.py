@@ -25,6 +25,7 @@ def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
         "group_reward_squared": of_groups.square().sum(),
         "zero_variance": (~has_reward_variance(batch.rewards[known], batch.group_size)).sum(),
         "truncated": batch.truncated[known].sum(),
+        "recorded": batch.is_recorded[known].sum(),
         "ranks": torch.tensor(1),
         **{name: torch.tensor(value) for name, value in _moments(batch.metrics).items()},
     }
@@ -47,6 +48,8 @@ def fill_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
         "rollout/live_fraction": total["live_sequences"] / count,
         **figures,
     }
+    if total["recorded"]:
+        batch.metrics["rollout/recorded_fraction"] = total["recorded"] / count
 
 
 def _moments(figures: dict[str, float]) -> dict[str, float]:

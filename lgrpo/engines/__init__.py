@@ -2,6 +2,7 @@
 
 from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling, text_before_stop
 from lgrpo.engines.ledger import SyncRecord, WeightSyncError
+from lgrpo.engines.replay import ReplayEngine
 from lgrpo.engines.transformers import TransformersEngine
 from lgrpo.engines.vllm import VLLMEngine
 from lgrpo.engines.vllm_server import VLLMServerEngine
@@ -11,6 +12,7 @@ __all__ = [
     "EngineError",
     "NoWeightsError",
     "OnGroup",
+    "ReplayEngine",
     "RolloutEngine",
     "Sampling",
     "SyncRecord",

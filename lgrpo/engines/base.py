@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -98,6 +98,8 @@ class RolloutEngine(ABC):
 
     can_overlap = False
     """Whether ``generate`` may run in another thread while the trainer updates."""
+    replays = False
+    """Whether some of its completions are recorded: sampled by no policy of this run."""
 
     def __init__(self) -> None:
         self.ledger: list[SyncRecord] = []
@@ -183,6 +185,23 @@ class RolloutEngine(ABC):
         if self.step is None or self.version is None:
             raise NoWeightsError
         return self.step, self.version
+
+    def prepare(  # noqa: B027
+        self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling
+    ) -> None:
+        """A fit is about to begin: whatever cannot work is refused now.
+
+        Args:
+            tokenizer: The policy's.
+            prompts: Those the run will ask for, up to one pass over all, as far as they are known beforehand.
+            group_size: Completions of each.
+            sampling: How they are drawn.
+        """
+
+    @property
+    def num_without_logprobs(self) -> int:
+        """Completions it may give whose log-probabilities are not known. After ``prepare``."""
+        return 0
 
     def rest(self) -> None:  # noqa: B027
         """The trainer is about to update: whatever memory can be spared is given back until the next call."""

@@ -55,6 +55,11 @@ class PolicyLoss(ABC):
         """Whether log π_k must be kept from the first pass over a rollout."""
 
     @property
+    def needs_behaviour(self) -> bool:
+        """Whether log π_α is read. A loss that does not read it can train on data that has none."""
+        return True
+
+    @property
     def needs_entropy_gradient(self) -> bool:
         """Whether the entropy must carry a gradient, which costs memory."""
         return False

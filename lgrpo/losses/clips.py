@@ -35,7 +35,7 @@ class MinClip(Gate):
         check_choice("centre", centre, ("one", "proximal", "proximal_multiplicative"))
         self.low, self.high = low, high
         self.centre: ClipCentre = centre
-        self.needs_proximal = centre != "one"
+        self.needs_proximal = self.needs_behaviour = centre != "one"
 
     def __call__(self, terms: Terms) -> Gated:
         centre = clip_centre(terms.log_ratio, terms.batch.behaviour_logprobs, terms.logprobs.proximal, self.centre)
@@ -127,6 +127,8 @@ class OffPolicySequenceMask(Gate):
 
     That is where the mean of ``log π_α/π_θ`` over their tokens exceeds a threshold. Another gate does the rest.
     """
+
+    needs_behaviour = True
 
     def __init__(self, gate: Gate = MinClip(), threshold: float = 0.5) -> None:  # noqa: B008
         """

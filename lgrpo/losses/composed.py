@@ -54,6 +54,16 @@ class ComposedLoss(PolicyLoss):
         return self.ratio.over == "proximal" or self.gate.needs_proximal or self.weight.corrects_mismatch
 
     @property
+    def needs_behaviour(self) -> bool:
+        reads_ratio = self.gate.reads_ratio or self.weight.is_ratio
+        return (
+            (self.ratio.over == "behaviour" and reads_ratio)
+            or self.gate.needs_behaviour
+            or self.weight.corrects_mismatch
+            or any(part.needs_behaviour for part in self.regularisers)
+        )
+
+    @property
     def needs_entropy_gradient(self) -> bool:
         return any(part.needs_entropy_gradient for part in self.regularisers)
 

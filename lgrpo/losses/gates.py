@@ -48,6 +48,8 @@ class Gate(ABC):
     """Whether the ratio is a factor of the surrogate: then a weight must not bring it in again."""
     needs_proximal = False
     """Whether log π_k must be kept."""
+    needs_behaviour = False
+    """Whether log π_α is read, beyond what the ratio does."""
 
     @abstractmethod
     def __call__(self, terms: Terms) -> Gated:

@@ -19,6 +19,8 @@ class Regulariser(ABC):
     """Whether a reference policy must be kept."""
     needs_entropy_gradient = False
     """Whether the entropy must carry a gradient."""
+    needs_behaviour = False
+    """Whether log π_α is read."""
 
     def __init__(self, coef: float) -> None:
         if not 0 < coef < math.inf:
@@ -47,6 +49,7 @@ class ReferenceKL(Regulariser):
         super().__init__(coef)
         check_choice("estimator", estimator, ("k1", "k2", "k3", "k3_corrected"))
         self.estimator = estimator
+        self.needs_behaviour = estimator == "k3_corrected"
 
     def __call__(self, terms: Terms) -> Tensor:
         policy, reference = terms.logprobs.policy, terms.logprobs.reference
@@ -61,6 +64,8 @@ class ReferenceKL(Regulariser):
 @final
 class BehaviourK2(Regulariser):
     """``coef · (log π_θ - log π_α)²`` (OPMD as in Kimi): stay near what sampled. Twice the k2 estimator."""
+
+    needs_behaviour = True
 
     def __init__(self, coef: float = 0.1) -> None:
         """

@@ -18,6 +18,9 @@ _SUMS = (
     "kl_reference",
     "entropy",
     "lag",
+    "aged_sequences",
+    "ratio_tokens",
+    "behaviour_tokens",
     "fresh_tokens",
     "mismatch",
 )
@@ -49,10 +52,17 @@ class StepMetrics(Metric):
         entropy: Tensor,
         kl_reference: Tensor | None,
         lag: Tensor,
+        behaviour_known: Tensor,
     ) -> None:
-        """Adds a micro-batch. [B, T] tensors count where ``mask`` is set; ``log_ratio`` is log π_θ/π_α."""
+        """Adds a micro-batch. [B, T] tensors count where ``mask`` is set; ``log_ratio`` is log π_θ/π_α.
+
+        What a recording does not tell has no figure: ``lag`` is NaN for its completions, and what is made of log π_α
+        counts only where ``behaviour_known`` is set.
+        """
         live = mask.any(1)
-        all_log_ratios, ratio, log_ratio = log_ratio, ratio[mask].double(), log_ratio[mask].double()
+        ages = lag[live & ~lag.isnan()]
+        all_log_ratios, log_ratio = log_ratio, log_ratio[mask & behaviour_known].double()
+        ratio = ratio[mask & (behaviour_known | ~ratio.isnan())].double()
         kl_behaviour = log_ratio.exp() - 1 - log_ratio  # k3 of KL(π_α ‖ π_θ): tokens are α's own
         mismatch = (
             all_log_ratios[mask & (lag == 0)[:, None]].double().abs()
@@ -68,15 +78,17 @@ class StepMetrics(Metric):
             kl_behaviour.sum(),
             torch.zeros(()) if kl_reference is None else kl_reference[mask].sum(),
             entropy[mask].sum(),
-            lag[live].sum(),
+            ages.sum(),
+            len(ages),
+            len(ratio),
+            len(log_ratio),
             mismatch.numel(),
             mismatch.sum(),
         )
         self.sums += torch.stack([torch.as_tensor(value).to(self.sums) for value in values])
-        if len(ratio):
-            worst = mismatch.max() if len(mismatch) else ratio.new_tensor(-torch.inf)
-            largest = torch.stack([ratio.max(), -ratio.min(), lag[live].max().double(), worst])
-            self.maxima = torch.maximum(self.maxima, largest)
+        nothing = self.maxima.new_full((1,), -torch.inf)
+        largest = [torch.cat([some.to(nothing), nothing]).max() for some in (ratio, -ratio, ages, mismatch)]
+        self.maxima = torch.maximum(self.maxima, torch.stack(largest))
 
     def compute(self) -> dict[str, float]:
         total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
@@ -88,16 +100,21 @@ class StepMetrics(Metric):
         if total["fresh_tokens"]:
             figures["engine_mismatch_mean"] = total["mismatch"] / total["fresh_tokens"]
             figures["engine_mismatch_max"] = mismatch_max
+        if total["aged_sequences"]:
+            figures |= {"lag": total["lag"] / total["aged_sequences"], "lag_max": lag_max}
+        if total["ratio_tokens"]:
+            ratio_mean, square = (total[name] / total["ratio_tokens"] for name in ("ratio", "ratio_squared"))
+            figures |= {
+                "ratio_mean": ratio_mean,
+                "ratio_std": max(square - ratio_mean**2, 0.0) ** 0.5,
+                "ratio_min": -minus_ratio_min,
+                "ratio_max": ratio_max,
+            }
+        if total["behaviour_tokens"]:
+            figures["kl_behaviour"] = total["kl_behaviour"] / total["behaviour_tokens"]
         return figures | {
-            "lag": total["lag"] / total["sequences"],
-            "lag_max": lag_max,
-            "ratio_mean": mean["ratio"],
-            "ratio_std": max(mean["ratio_squared"] - mean["ratio"] ** 2, 0.0) ** 0.5,
-            "ratio_min": -minus_ratio_min,
-            "ratio_max": ratio_max,
             "clip_fraction_low": mean["clipped_low"],
             "clip_fraction_high": mean["clipped_high"],
-            "kl_behaviour": mean["kl_behaviour"],
             "kl_reference": mean["kl_reference"],
             "entropy": mean["entropy"],
         }

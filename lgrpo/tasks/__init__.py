@@ -6,6 +6,8 @@ from lgrpo.tasks.dataset import DatasetTask, RowTask
 from lgrpo.tasks.generated import Arithmetic, SortDigits
 from lgrpo.tasks.mathematics import AIME24, GSM8K, MATH, MATH500, DeepScaleR
 from lgrpo.tasks.reasoning_gym import ReasoningGym
+from lgrpo.tasks.recorded import RecordedPrompts
+from lgrpo.tasks.recording import Recording
 from lgrpo.tasks.rows import LocatedRow, Row, RowStream
 from lgrpo.tasks.template import Template
 
@@ -21,6 +23,8 @@ __all__ = [
     "GeneratedCountdown",
     "LocatedRow",
     "ReasoningGym",
+    "RecordedPrompts",
+    "Recording",
     "Row",
     "RowStream",
     "RowTask",

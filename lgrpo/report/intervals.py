@@ -1,0 +1,79 @@
+"""Means over seeds and what is known about them: intervals of Student's t, and differences paired by seed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, frozen=True)
+class Interval:
+    """A mean and how far off it may be."""
+
+    mean: float
+    half_width: float
+    """Of the confidence interval; NaN where there is one value only, which says nothing about it."""
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} ± {self.half_width:.4f}" if self.count > 1 else f"{self.mean:.4f}"
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The mean of independent values, with its t-interval.
+
+    >>> print(mean_interval([0.5, 0.6, 0.7]))
+    0.6000 ± 0.2484
+    """
+    if not values:
+        raise ValueError("there is no mean of no values")
+    mean, count = statistics.fmean(values), len(values)
+    if count == 1:
+        return Interval(mean=mean, half_width=math.nan, count=1)
+    error = statistics.stdev(values) / math.sqrt(count)
+    return Interval(mean=mean, half_width=t_quantile(confidence, count - 1) * error, count=count)
+
+
+def paired_difference(
+    values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 0.95
+) -> Interval | None:
+    """Of two arms, the mean difference over the seeds they share; None where they share none.
+
+    What a seed does to both arms cancels, so that this can be certain where the two intervals overlap.
+
+    >>> print(paired_difference({0: 0.6, 1: 0.8}, {0: 0.5, 1: 0.69, 2: 0.9}))
+    0.1050 ± 0.0635
+    """
+    shared = sorted(values.keys() & baseline.keys())
+    return mean_interval([values[seed] - baseline[seed] for seed in shared], confidence) if shared else None
+
+
+def t_quantile(confidence: float, degrees: int) -> float:
+    """The t that Student's distribution exceeds, either way, with probability 1 - confidence.
+
+    >>> [round(t_quantile(0.95, degrees), 3) for degrees in (1, 2, 4, 9, 100)]
+    [12.706, 4.303, 2.776, 2.262, 1.984]
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"the confidence is {confidence}; it lies between 0 and 1")
+    low, high = 0.0, 1.0
+    while _within(high, degrees) < confidence:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+    return high
+
+
+def _within(t: float, degrees: int) -> float:
+    """P(|T| < t): the finite sums that hold for whole degrees of freedom."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    term = 1.0 if degrees % 2 == 0 else math.cos(angle)
+    total = 0.0
+    for k in range(2 if degrees % 2 == 0 else 3, degrees + 1, 2):
+        total += term
+        term *= square * (k - 1) / k
+    return sine * total if degrees % 2 == 0 else 2 / math.pi * (angle + sine * total)

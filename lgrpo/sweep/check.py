@@ -1,0 +1,58 @@
+"""A grid held against what a run knows, before anything runs."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from lgrpo.report import metric_names, nearest
+from lgrpo.sweep.grid import Arm, Grid, SweepError
+
+
+def check_grid(grid: Grid, parser: ArgumentParser) -> None:
+    """Refuses a setting or a metric no run has, and names the nearest that one has.
+
+    Args:
+        grid: What is to be run.
+        parser: Of ``lgrpo fit``: what it takes, a run takes.
+    """
+    exits, parser.exit_on_error = parser.exit_on_error, False
+    try:
+        for arm in grid.arms:
+            _check_metrics(grid, arm, _parsed(arm, parser))
+    finally:
+        parser.exit_on_error = exits
+
+
+def _parsed(arm: Arm, parser: ArgumentParser) -> Namespace:
+    """An arm as ``lgrpo fit`` would read it. Setting after setting, so that the wrong one is known."""
+    try:
+        return parser.parse_args(arm.arguments)
+    except ArgumentError as error:
+        known: list[str] = []
+        count = len(arm.configs)
+        for end in range(count, len(arm.arguments) + 1):
+            try:
+                known = _names(parser.parse_args(arm.arguments[:end]))
+            except ArgumentError as first:
+                if end == count:
+                    raise SweepError(f"the configs {arm.configs} cannot be read together: {first}") from error
+                name = list(arm.settings)[end - count - 1]
+                if name not in known and (near := nearest(name, known)):
+                    raise SweepError(f"there is no setting {name}{near}") from error
+                raise SweepError(f"the setting {name}={arm.settings[name]!r} is refused: {first}") from error
+        raise SweepError(f"the settings of {arm.name} do not go together: {error}") from error
+
+
+def _names(config: Namespace) -> list[str]:
+    """Every setting of a config as one types it, those inside of others too."""
+    flat = {key.replace(".init_args", "").removesuffix(".class_path") for key in vars(config.as_flat())}
+    return sorted({".".join(key.split(".")[:n]) for key in flat for n in range(1, key.count(".") + 2)})
+
+
+def _check_metrics(grid: Grid, arm: Arm, config: Namespace) -> None:
+    names = metric_names(config.data.evaluation.num_samples, config.data.benchmarks or {})
+    for metric in grid.metrics:
+        is_part_of_reward = metric.startswith("reward/")  # whose parts only the run knows
+        if metric not in names and metric not in grid.own_metrics and not is_part_of_reward:
+            hint = nearest(metric, names) or " (tutorials/pages/metrics.md lists them)"
+            raise SweepError(f"no run of {arm.name} logs a metric {metric}{hint}")
