@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.functional import kl_divergence
+from lgrpo.functional import kl_divergence, quick_products
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
 from lgrpo.policy import CausalPolicy
@@ -163,6 +163,10 @@ class GRPOModule(L.LightningModule):
         )
         # Lightning divides by the number of micro-batches and averages over ranks; the totals have done both already
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        with quick_products(loss.device, self.policy.dtype):
+            super().backward(loss, *arguments, **options)
 
     def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches:

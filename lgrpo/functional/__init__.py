@@ -16,6 +16,7 @@ from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
 from lgrpo.functional.packed_attention import packed_attention
 from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
+from lgrpo.functional.products import quick_products
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
     LARGEST_LOG,
@@ -60,6 +61,7 @@ __all__ = [
     "outside_band",
     "packed_attention",
     "pass_at_k",
+    "quick_products",
     "ring",
     "sequence_log_ratio",
     "sequence_mean",

@@ -2,7 +2,7 @@
 
 Both systems train the same model on the same prompts, with the same numbers of prompts, completions and tokens, in the
 same precision: one process after the other, the first steps left out as warm-up. What a system does with its memory and
-in what order is its own business. Results are added to ``tests/benchmarks/results/step-MACHINE-MODEL.json``;
+in what order is its own business. Results are written to ``tests/benchmarks/results/step-MACHINE-MODEL.json``;
 ``python -m tests.benchmarks.page`` makes them a page, ``python -m tests.benchmarks.check`` compares two files of them.
 
     python -m tests.benchmarks.step                            # the demo's model on a CPU; needs no file, no network
@@ -33,18 +33,18 @@ from tests.benchmarks.workload import SHAPES, make_model
 
 RESULTS = Path(__file__).parent / "results"
 H200 = 790e12  # FLOP/s in bfloat16
-SIZES: dict[str, dict[str, Any]] = {  # lengths on the CPU are a sixteenth of those on the GPU
+SIZES: dict[str, dict[str, Any]] = {  # lengths are scaled down on a CPU: by 16, or by 32
     "demo": {"prompts": 32, "group": 8, "prompt_tokens": 6, "completion_tokens": 32, "mean_tokens": 19.0}
-    | {"cap_tokens": 64, "micro_batches": 1, "steps": 20, "warm_up": 3},
-    "folder": {"prompts": 4, "group": 4, "prompt_tokens": 16, "completion_tokens": 32, "mean_tokens": 19.0}
-    | {"cap_tokens": 64, "micro_batches": 1, "steps": 3, "warm_up": 1},
+    | {"cap_tokens": 64, "micro_batches": 1, "steps": 10, "warm_up": 3},
+    "folder": {"prompts": 4, "group": 4, "prompt_tokens": 8, "completion_tokens": 16, "mean_tokens": 10.0}
+    | {"cap_tokens": 32, "micro_batches": 1, "steps": 2, "warm_up": 1},
     "cuda": {"prompts": 28, "group": 16, "prompt_tokens": 100, "completion_tokens": 512, "mean_tokens": 300.0}
     | {"cap_tokens": 1024, "micro_batches": 28, "steps": 2, "warm_up": 1},
 }
-SWEEPS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "v": ("v", (1, 2, 5, 10)),
-    "group": ("group", (4, 8, 16, 32)),
-    "length": ("completion_tokens", (16, 32, 64, 128)),
+SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
+    "v": ("v", (1, 2, 5, 10), ["lgrpo", "trl"]),
+    "group": ("group", (4, 8, 16, 32), ["lgrpo"]),
+    "length": ("completion_tokens", (16, 32, 64, 128), ["lgrpo"]),
 }
 SETTINGS = ("workload", "v", "prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens")
 SETTINGS += ("micro_batches", "steps", "warm_up", "checkpointing", "compile", "liger", "continuous_batching")
@@ -125,7 +125,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", help=f"a folder of Hugging Face, or one of {', '.join(SHAPES)} with random weights")
-    parser.add_argument("--workload", nargs="+", choices=["fixed", "realistic"], default=["fixed", "realistic"])
+    parser.add_argument("--workload", nargs="+", choices=["fixed", "realistic", "none"], default=["fixed", "realistic"])
     parser.add_argument("--sweep", nargs="+", choices=SWEEPS, default=[], help="cost against these too, fixed lengths")
     parser.add_argument("--machine", help="its name in the results; by default the processor's model")
     parser.add_argument("--prompts", type=int, help="P")
@@ -137,6 +137,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--warm-up", type=int)
+    parser.add_argument("--sweep-steps", type=int, default=3, help="of each run of a sweep, after one of warm-up")
     parser.add_argument("--v", type=int, default=1, help="TRL's steps_per_generation, in steps")
     parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU that vLLM takes")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
@@ -202,23 +203,27 @@ def main() -> None:
             longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
             make_model(Path(name), options.model, options.prompt_tokens + longest)
             options.folder = name
-        jobs = [(None, {"workload": workload}) for workload in workloads]
+        jobs: list[tuple[str | None, dict[str, Any]]] = [
+            (None, {"workload": workload}) for workload in workloads if workload != "none"
+        ]
         for sweep in options.sweep:
-            field, values = SWEEPS[sweep]
-            jobs += [(sweep, {"workload": "fixed", field: value}) for value in values]
+            field, values, systems = SWEEPS[sweep]
+            few = {"workload": "fixed", "steps": options.sweep_steps, "warm_up": 1}
+            few["systems"] = [system for system in systems if system in options.systems]
+            jobs += [(sweep, few | {field: value}) for value in values]
         for sweep, own in jobs:
             run = compare(argparse.Namespace(**vars(options) | own), sweep)
             results["runs"].append(run)
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(results, indent=1) + "\n")
-            title = ", ".join(f"{k} {v}" for k, v in own.items())
+            title = f"{own['workload']} lengths" + (f", {sweep} {own[SWEEPS[sweep][0]]}" if sweep else "")
             print(f"\n{model}, {title}, on {machine}\n{table(run)}", flush=True)
             if "ratio" in run:
                 print(f"{title}: {run['ratio']:.2f} times as fast as TRL", flush=True)
     print(f"\n{out}")
     if ratios := [run["ratio"] for run in results["runs"] if run["sweep"] is None and "ratio" in run]:
         print(f"ratio to TRL {min(ratios):.2f}")  # the smaller, where there are two workloads
-    if any("error" in run[s] for run in results["runs"] for s in options.systems):
+    if any("error" in run.get(system, {}) for run in results["runs"] for system in options.systems):
         sys.exit(1)
 
 
