@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.functional import kl_divergence
+from lgrpo.functional import kl_divergence, quick_products
 from lgrpo.hooks import rollout_callbacks, rollout_owner
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
@@ -188,6 +188,10 @@ class GRPOModule(L.LightningModule):
         )
         # Lightning divides by the number of micro-batches and averages over ranks; the totals have done both already
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        with quick_products(loss.device, self.policy.dtype):
+            super().backward(loss, *arguments, **options)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None

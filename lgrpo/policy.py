@@ -26,7 +26,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lgrpo.functional import chunked_token_logprobs, packed_attention
+from lgrpo.functional import chunked_token_logprobs, packed_attention, quick_products
 from lgrpo.types import PolicyWeights
 
 PACKED = "lgrpo_packed"
@@ -216,15 +216,16 @@ class CausalPolicy(nn.Module):
         column = torch.arange(tokens.shape[1] - 1, device=tokens.device)
         last = torch.where(sampled, column, -1).amax(1)  # of each row, the last state that predicts a token
         is_read = column <= last[:, None]
-        hidden = self._hidden_states(tokens[:, :-1], is_read)
-        logprobs, entropy = chunked_token_logprobs(
-            hidden[sampled[is_read]],
-            self._head,
-            tokens[:, 1:][sampled],
-            temperature,
-            self.chunk_size,
-            entropy_gradient,
-        )
+        with quick_products(tokens.device, self.dtype):
+            hidden = self._hidden_states(tokens[:, :-1], is_read)
+            logprobs, entropy = chunked_token_logprobs(
+                hidden[sampled[is_read]],
+                self._head,
+                tokens[:, 1:][sampled],
+                temperature,
+                self.chunk_size,
+                entropy_gradient,
+            )
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         return empty.masked_scatter(completion_mask, logprobs), empty.masked_scatter(completion_mask, entropy)
 

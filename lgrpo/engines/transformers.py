@@ -19,7 +19,7 @@ from transformers import (
 
 from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, eos_ids, text_before_stop
 from lgrpo.engines.ledger import Sent, WeightSyncError
-from lgrpo.functional import as_numbers, stream_uniform, tensor_checksum
+from lgrpo.functional import as_numbers, quick_products, stream_uniform, tensor_checksum
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 
@@ -93,14 +93,15 @@ class TransformersEngine(RolloutEngine):
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         step, version = self.holds()
-        groups: dict[int, list[Completion]] = {}
+        model, groups = self._held(), dict[int, list[Completion]]()
         at_a_time = max(1, self.max_sequences // num_samples)
-        for start in range(0, len(prompts), at_a_time):
-            chunk = prompts[start : start + at_a_time]
-            for place, rows in _decode(self._held(), chunk, num_samples, sampling, seed, tokenizer):
-                groups[start + place] = [row.completion(tokenizer, sampling, step, version) for row in rows]
-                if on_group is not None:
-                    on_group(start + place, groups[start + place])
+        with quick_products(model.device, model.dtype):
+            for start in range(0, len(prompts), at_a_time):
+                chunk = prompts[start : start + at_a_time]
+                for place, rows in _decode(model, chunk, num_samples, sampling, seed, tokenizer):
+                    groups[start + place] = [row.completion(tokenizer, sampling, step, version) for row in rows]
+                    if on_group is not None:
+                        on_group(start + place, groups[start + place])
         return [groups[place] for place in range(len(prompts))]
 
     def close(self) -> None:

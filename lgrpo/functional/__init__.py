@@ -25,6 +25,7 @@ from lgrpo.functional.off_policy import (
 )
 from lgrpo.functional.packed_attention import packed_attention
 from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
+from lgrpo.functional.products import quick_products
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
     LARGEST_LOG,
@@ -77,6 +78,7 @@ __all__ = [
     "packed_attention",
     "pass_at_k",
     "pinsker",
+    "quick_products",
     "ring",
     "sequence_log_ratio",
     "sequence_mean",

@@ -55,10 +55,14 @@ def _padded(
 ) -> Tensor:
     """By torch's own attention, on sequences padded for the time being."""
     column = torch.arange(longest, device=query.device)
-    starts, lengths = bounds[:-1].long(), bounds.diff().long()
-    is_token = column < lengths[:, None]
-    places = torch.where(is_token, starts[:, None] + column, 0)
-    query, key, value = (states[places].transpose(1, 2) for states in (query, key, value))
+    count, size = len(bounds) - 1, query.shape[0]
+    if is_ragged := size != count * longest:
+        starts, lengths = bounds[:-1].long(), bounds.diff().long()
+        places = torch.where(column < lengths[:, None], starts[:, None] + column, 0)
+        query, key, value = (states[places] for states in (query, key, value))
+    else:
+        query, key, value = (states.unflatten(0, (count, longest)) for states in (query, key, value))
+    query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     mask = None
     if window is not None and window < longest:
         distance = column[:, None] - column
@@ -67,4 +71,9 @@ def _padded(
     attended = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_shared
     )
-    return attended.transpose(1, 2)[is_token]
+    attended = attended.transpose(1, 2).flatten(0, 1)
+    if not is_ragged:
+        return attended
+    token = torch.arange(size, device=query.device)  # by places, not by a mask: their number is known when compiling
+    row = torch.searchsorted(bounds[1:].long(), token, right=True)
+    return attended[row * longest + token - starts[row]]

@@ -1,8 +1,15 @@
-"""A whole step of GRPO, ours and a peer's, on one device: ``python -m tests.benchmarks.step``.
+"""A whole step of GRPO, ours and TRL's, on one machine: ``python -m tests.benchmarks.step`` (``make bench``).
 
-Both systems train the same model of random weights on the same prompts, with the same numbers of prompts, completions
-and tokens, in the same precision: one process after the other, the first steps left out as warm-up. What a system
-does with its memory and in what order is its own business; its settings are in the table.
+Both systems train the same model on the same prompts, with the same numbers of prompts, completions and tokens, in the
+same precision: one process after the other, the first steps left out as warm-up. What a system does with its memory and
+in what order is its own business. Results are written to ``tests/benchmarks/results/step-MACHINE-MODEL.json``;
+``python -m tests.benchmarks.page`` makes them a page, ``python -m tests.benchmarks.check`` compares two files of them.
+
+    python -m tests.benchmarks.step                            # the demo's model on a CPU; needs no file, no network
+    python -m tests.benchmarks.step --model FOLDER             # any model of Hugging Face
+    python -m tests.benchmarks.step --sweep v group length     # cost against v, G and length as well
+    python -m tests.benchmarks.step --threads 1 --clock cpu    # on a machine that others use too
+    python -m tests.benchmarks.step --device cuda --no-checkpointing --engine-memory 0.3
 """
 
 from __future__ import annotations
@@ -11,262 +18,213 @@ import argparse
 import json
 import os
 import platform
-import random
+import re
 import subprocess
 import sys
 import tempfile
-import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-SHAPES = {
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-    | {"num_key_value_heads": 2, "vocab_size": 151936},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    | {"num_key_value_heads": 2, "vocab_size": 151936},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    | {"num_key_value_heads": 1, "vocab_size": 512},
+from tests.benchmarks.stages import matmul_peak
+from tests.benchmarks.workload import SHAPES, make_model
+
+RESULTS = Path(__file__).parent / "results"
+H200 = 790e12  # FLOP/s in bfloat16
+SIZES: dict[str, dict[str, Any]] = {  # lengths are scaled down on a CPU: by 16, or by 32
+    "demo": {"prompts": 32, "group": 8, "prompt_tokens": 6, "completion_tokens": 32, "mean_tokens": 19.0}
+    | {"cap_tokens": 64, "micro_batches": 1, "steps": 10, "warm_up": 3},
+    "folder": {"prompts": 4, "group": 4, "prompt_tokens": 8, "completion_tokens": 16, "mean_tokens": 10.0}
+    | {"cap_tokens": 32, "micro_batches": 1, "steps": 2, "warm_up": 1},
+    "cuda": {"prompts": 28, "group": 16, "prompt_tokens": 100, "completion_tokens": 512, "mean_tokens": 300.0}
+    | {"cap_tokens": 1024, "micro_batches": 28, "steps": 2, "warm_up": 1},
 }
-CHARACTERS = "".join(map(chr, range(0x4E00, 0x4E00 + 400)))
-PEAK = 790e12  # FLOP/s of an H200 in bfloat16
+SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
+    "v": ("v", (1, 2, 5, 10), ["lgrpo", "trl"]),
+    "group": ("group", (4, 8, 16, 32), ["lgrpo"]),
+    "length": ("completion_tokens", (16, 32, 64, 128), ["lgrpo"]),
+}
+SETTINGS = ("workload", "v", "prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens")
+SETTINGS += ("micro_batches", "steps", "warm_up", "checkpointing", "compile", "liger", "continuous_batching")
+SETTINGS += ("threads", "clock")
 
 
-def make_model(folder: Path, shape: str, longest: int) -> int:
-    """A folder with a model of random weights and a tokenizer for the prompts. The number of parameters."""
-    from transformers import AutoModelForCausalLM, LlamaConfig  # qwen2 would load a tokenizer of its own making
-
-    from lgrpo.policy import character_tokenizer
-
-    torch.manual_seed(0)
-    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=longest, tie_word_embeddings=True, **special)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    character_tokenizer(CHARACTERS).save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())
-
-
-def questions(options: argparse.Namespace) -> list[str]:
-    """Prompts of equally many tokens."""
-    draw = random.Random(1)
-    return ["".join(draw.choices(CHARACTERS, k=options.prompt_tokens)) for _ in range(2048)]
-
-
-def run_ours(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    import lightning as L
-
-    from lgrpo import CausalPolicy, ClippedLoss, GRPOModule, RolloutDataModule, Sampling, WeightSync
-    from lgrpo.engines import VLLMEngine
-    from lgrpo.tasks import DatasetTask
-    from tests.benchmarks.parity_reward import Parity
-    from tests.helpers import Logged
-
-    cuda = torch.cuda.is_available()
-    policy = CausalPolicy(
-        str(folder),
-        gradient_checkpointing=options.checkpointing,
-        compile=cuda and options.compile,
-        chunk_size=4096,
-    )
-    module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6))
-    engine = VLLMEngine(
-        dtype="bfloat16" if cuda else None,
-        max_model_len=options.prompt_tokens + options.completion_tokens,
-        gpu_memory_utilization=options.engine_memory,
-    )
-    data = RolloutDataModule(
-        DatasetTask(Parity(), train=[{"question": text} for text in questions(options)]),
-        engine,
-        num_prompts=options.prompts,
-        group_size=options.group,
-        num_rollouts=options.warm_up + options.steps,
-        sampling=Sampling(max_tokens=options.completion_tokens),
-        generate_ahead=options.v > 1,
-    )
-    seen, clock = Logged(), Clock(options.warm_up)
-    trainer = L.Trainer(
-        accelerator="auto",
-        devices=1,
-        precision="bf16-mixed" if cuda else "32-true",
-        max_epochs=1,
-        accumulate_grad_batches=options.micro_batches,
-        gradient_clip_val=1.0,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tempfile.mkdtemp(),
-        callbacks=[WeightSync(options.v), seen, clock.for_lightning()],
-    )
-    trainer.fit(module, datamodule=data)
-    kept = seen.rows[options.warm_up :]
-    stages = ("sync", "generate", "score", "wait", "update")
-    means = {name: sum(row.get(f"time/{name}", 0.0) for row in kept) / len(kept) for name in stages}
-    tokens = sum(row["rollout/completion_length"] for row in kept) / len(kept) * options.prompts * options.group
-    trained = tokens + options.prompts * options.group * options.prompt_tokens
-    return clock.figures() | {
-        "stages": means,
-        "sync_each": [record.seconds for record in engine.ledger],
-        "generate_tokens_per_second": tokens / means["generate"],
-        "update_tokens_per_second": trained / means["update"],
-        "update_mfu": 6 * sum(p.numel() for p in policy.parameters()) * trained / means["update"] / PEAK,
-        "mean_length": tokens / options.prompts / options.group,
-    }
-
-
-def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    cuda = torch.cuda.is_available()
-    clock = Clock(options.warm_up)
-    completions = options.prompts * options.group
-    lengths: list[float] = []
-
-    def parity(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
-        return [float(sum(ids) % 2) for ids in completion_ids]
-
-    arguments = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        use_vllm=cuda,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=options.engine_memory,
-        vllm_enable_sleep_mode=cuda,
-        per_device_train_batch_size=completions // options.micro_batches,
-        gradient_accumulation_steps=options.micro_batches,
-        num_generations=options.group,
-        max_completion_length=options.completion_tokens,
-        max_steps=options.warm_up + options.steps,
-        learning_rate=1e-6,
-        temperature=1.0,
-        beta=0.0,
-        bf16=cuda,
-        gradient_checkpointing=options.checkpointing,
-        optim="adamw_torch_fused",
-        lr_scheduler_type="constant",
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=not cuda,
-        model_init_kwargs={"dtype": "float32"},
-        use_liger_kernel=options.liger,
-    )
-    trainer = GRPOTrainer(
-        model=str(folder),
-        reward_funcs=parity,
-        args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in questions(options)]),
-        callbacks=[clock.for_transformers()],
-    )
-    trainer.train()
-    return clock.figures() | {"mean_length": sum(lengths) / len(lengths)}
-
-
-class Clock:
-    """The time of the steps after the first few, and the most memory they took."""
-
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
-        self.times: list[float] = []
-
-    def tick(self, step: int) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            if step == self.warm_up:
-                torch.cuda.reset_peak_memory_stats()
-        if step >= self.warm_up:
-            self.times.append(time.perf_counter())
-
-    def for_lightning(self) -> Any:
-        import lightning as L
-
-        tick = self.tick
-
-        class OnStep(L.Callback):
-            def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int) -> None:
-                if (i + 1) % trainer.accumulate_grad_batches == 0:
-                    tick(trainer.global_step)
-
-        return OnStep()
-
-    def for_transformers(self) -> Any:
-        from transformers import TrainerCallback
-
-        tick = self.tick
-
-        class OnStep(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                tick(state.global_step)
-
-        return OnStep()
-
-    def figures(self) -> dict[str, Any]:
-        steps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-        found: dict[str, Any] = {"step_seconds": sum(steps) / len(steps), "steps": steps}
-        if torch.cuda.is_available():
-            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return found
-
-
-def measure(system: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One system in a process of its own."""
-    out = Path(tempfile.mkdtemp()) / "figures.json"
-    command = [sys.executable, "-m", "tests.benchmarks.step", *sys.argv[1:]]
-    command += ["--inside", system, "--model", str(folder), "--out", str(out)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+def machine_name(device: str) -> str:
+    """The processor: its model, and of a CPU the number of cores."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.limit)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not finished after {options.limit:g} s"}
-    if not out.exists():
-        lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
-        return {"error": [line[:300] for line in lines[-3:]]}
-    return json.loads(out.read_text())
+        listed = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+        name = next(line.split(":")[1].strip() for line in listed.splitlines() if line.startswith("Model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def measure(system: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One system in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        out, given = Path(name) / "figures.json", Path(name) / "options.json"
+        given.write_text(json.dumps(vars(options), default=str))
+        command = [sys.executable, "-m", "tests.benchmarks.step", "--inside", system, str(given), str(out)]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if options.threads:
+            environment["OMP_NUM_THREADS"] = str(options.threads)
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not finished after {options.limit:g} s"}
+        if not out.exists():
+            lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
+            return {"error": [line[:300] for line in lines[-3:]]}
+        return json.loads(out.read_text())
+
+
+def compare(options: argparse.Namespace, sweep: str | None = None) -> dict[str, Any]:
+    """Both systems under the same settings."""
+    cycles = -(-options.warm_up // options.v), -(-options.steps // options.v)
+    options = argparse.Namespace(**vars(options) | {"warm_up": cycles[0] * options.v, "steps": cycles[1] * options.v})
+    found: dict[str, Any] = {"sweep": sweep, "settings": {name: getattr(options, name) for name in SETTINGS}}
+    for system in options.systems:
+        found[system] = measure(system, options)
+        if "error" in found[system]:
+            print(f"{system} failed: {found[system]['error']}", flush=True)
+    ours, peer = (found.get(system, {}).get("step_seconds") for system in ("lgrpo", "trl"))
+    if ours and peer:
+        found["ratio"] = peer / ours
+    return found
+
+
+def table(run: dict[str, Any]) -> str:
+    """A run as Markdown."""
+    systems = [s for s in ("lgrpo", "trl") if "stages" in run.get(s, {})]
+    figures = [run[s] for s in systems]
+    names = {"lgrpo": "lgrpo", "trl": "TRL"}
+    lines = ["| | " + " | ".join(names[s] for s in systems) + " |", "|---|" + "---:|" * len(systems)]
+
+    def row(name: str, cells: list[str]) -> None:
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+
+    row("whole step, s", [f"{f['step_seconds']:.3f} ({min(f['steps']):.3f}–{max(f['steps']):.3f})" for f in figures])
+    for stage in figures[0]["stages"]:
+        cells = []
+        for f in figures:
+            speed = f["tokens_per_second"].get(stage)
+            cells.append(f"{f['stages'][stage]:.4f}" + (f" ({speed:,.0f} tok/s)" if speed and stage != "score" else ""))
+        row(f"– {stage}", cells)
+    row("update, share of the peak (6N)", [f"{f['update_mfu']:.1%}" for f in figures])
+    row("own time (no model, engine or reward)", [f"{f['own_seconds']:.4f} ({f['own_share']:.1%})" for f in figures])
+    row("peak memory, GiB", [f"{f['peak_gib']:.2f}" for f in figures])
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", help=f"a folder of Hugging Face, or one of {', '.join(SHAPES)} with random weights")
+    parser.add_argument("--workload", nargs="+", choices=["fixed", "realistic", "none"], default=["fixed", "realistic"])
+    parser.add_argument("--sweep", nargs="+", choices=SWEEPS, default=[], help="cost against these too, fixed lengths")
+    parser.add_argument("--machine", help="its name in the results; by default the processor's model")
+    parser.add_argument("--prompts", type=int, help="P")
+    parser.add_argument("--group", type=int, help="G")
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--completion-tokens", type=int, help="of the fixed workload")
+    parser.add_argument("--mean-tokens", type=float, help="of the realistic workload, before the cap")
+    parser.add_argument("--cap-tokens", type=int, help="of the realistic workload")
+    parser.add_argument("--micro-batches", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--warm-up", type=int)
+    parser.add_argument("--sweep-steps", type=int, default=3, help="of each run of a sweep, after one of warm-up")
+    parser.add_argument("--v", type=int, default=1, help="TRL's steps_per_generation, in steps")
+    parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU that vLLM takes")
+    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
+    parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=False, help="TRL's fused loss")
+    parser.add_argument("--continuous-batching", action="store_true", help="TRL generates with transformers' own")
+    parser.add_argument("--systems", nargs="+", choices=["lgrpo", "trl"], default=["lgrpo", "trl"])
+    parser.add_argument("--threads", type=int, help="of torch; by default a thread for each core")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, where others use the machine too"
+    )
+    parser.add_argument("--limit", type=float, default=400, help="seconds for each system and workload")
+    parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
+    options = parser.parse_args()
+    cuda = options.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
+    options.model = options.model or ("1.5b" if cuda else "demo")
+    if options.model not in SHAPES and not Path(options.model, "config.json").exists():
+        parser.error(f"--model {options.model} is neither a folder with a config.json nor one of {', '.join(SHAPES)}")
+    small = options.model in ("demo", "tiny")
+    for name, value in SIZES["cuda" if cuda else "demo" if small else "folder"].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")
+    if options.prompts * options.group % options.micro_batches:
+        parser.error(
+            f"{options.prompts} prompts × {options.group} cannot be cut into {options.micro_batches} micro-batches"
+        )
+    if options.clock == "cpu" and (cuda or options.threads != 1):
+        parser.error(
+            "--clock cpu adds up the time of all threads: it is that of a step with --threads 1 on a CPU alone"
+        )
+    options.checkpointing = cuda if options.checkpointing is None else options.checkpointing
+    options.compile = cuda if options.compile is None else options.compile
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--prompts", type=int, default=28)
-    parser.add_argument("--group", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=100)
-    parser.add_argument("--completion-tokens", type=int, default=512)
-    parser.add_argument("--micro-batches", type=int, default=28)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--v", type=int, default=1)
-    parser.add_argument("--engine-memory", type=float, default=0.4)
-    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--systems", nargs="+", default=["lgrpo", "trl"])
-    parser.add_argument("--limit", type=float, default=400, help="seconds for each system")
-    parser.add_argument("--out", type=Path, default=Path("tests/benchmarks/results/step.json"))
-    parser.add_argument("--inside", choices=["lgrpo", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.inside:
-        figures = {"lgrpo": run_ours, "trl": run_trl}[options.inside](options.model, options)
-        options.out.write_text(json.dumps(figures))
+    if sys.argv[1:2] == ["--inside"]:
+        from tests.benchmarks.systems import SYSTEMS
+
+        system, given, out = sys.argv[2:]
+        options = argparse.Namespace(**json.loads(Path(given).read_text()))
+        Path(out).write_text(json.dumps(SYSTEMS[system](options)))
         return
+    options = parse()
+    machine = options.machine or machine_name(options.device)
+    model = Path(options.model).name
+    slug = re.sub(r"[^a-z0-9.]+", "-", f"{machine}-{model}".lower()).strip("-")
+    out = options.out or RESULTS / f"step-{slug}.json"
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    options.peak_flops = H200 if options.device == "cuda" else matmul_peak(options.clock)
+    results: dict[str, Any] = {"machine": machine, "device": options.device, "model": model}
+    results["versions"] = {name: version(name) for name in ("torch", "transformers", "trl", "lightning")}
+    results |= {"peak_flops": options.peak_flops, "runs": []}
+    workloads: list[str] = options.workload
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parameters = make_model(folder, options.shape, options.prompt_tokens + options.completion_tokens)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
-        results: dict[str, Any] = {"device": device, "torch": torch.__version__, "parameters": parameters}
-        results["settings"] = {k: v for k, v in vars(options).items() if k not in ("out", "inside", "model")}
-        for system in options.systems:
-            results[system] = measure(system, folder, options)
-            print(system, json.dumps(results[system]), flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(results, indent=1, default=str))
-    if all("step_seconds" in results.get(system, {}) for system in ("lgrpo", "trl")):
-        print(f"ratio to TRL {results['trl']['step_seconds'] / results['lgrpo']['step_seconds']:.2f}")
+        options.folder = options.model
+        if options.model in SHAPES:
+            longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
+            make_model(Path(name), options.model, options.prompt_tokens + longest)
+            options.folder = name
+        jobs: list[tuple[str | None, dict[str, Any]]] = [
+            (None, {"workload": workload}) for workload in workloads if workload != "none"
+        ]
+        for sweep in options.sweep:
+            field, values, systems = SWEEPS[sweep]
+            few = {"workload": "fixed", "steps": options.sweep_steps, "warm_up": 1}
+            few["systems"] = [system for system in systems if system in options.systems]
+            jobs += [(sweep, few | {field: value}) for value in values]
+        for sweep, own in jobs:
+            run = compare(argparse.Namespace(**vars(options) | own), sweep)
+            results["runs"].append(run)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(results, indent=1) + "\n")
+            title = f"{own['workload']} lengths" + (f", {sweep} {own[SWEEPS[sweep][0]]}" if sweep else "")
+            print(f"\n{model}, {title}, on {machine}\n{table(run)}", flush=True)
+            if "ratio" in run:
+                print(f"{title}: {run['ratio']:.2f} times as fast as TRL", flush=True)
+    print(f"\n{out}")
+    if ratios := [run["ratio"] for run in results["runs"] if run["sweep"] is None and "ratio" in run]:
+        print(f"ratio to TRL {min(ratios):.2f}")  # the smaller, where there are two workloads
+    if any("error" in run.get(system, {}) for run in results["runs"] for system in options.systems):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

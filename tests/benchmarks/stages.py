@@ -1,0 +1,140 @@
+"""Where the time of a step goes: the same clock for both systems."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+STAGES = ("generate", "score", "sync", "update", "rest")
+
+
+class Stages:
+    """Time by stage of every step; inside a stage another may be entered, and then the clock is that one's.
+
+    ``arithmetic`` is what the model and the optimizer compute in an update, ``around`` what else an update does, and
+    ``rest`` whatever is in no stage.
+    """
+
+    def __init__(self, warm_up: int, clock: str) -> None:
+        self.warm_up = warm_up
+        self.now = CLOCKS[clock]
+        self.steps: list[dict[str, float]] = []
+        self._totals: dict[str, float] = defaultdict(float)
+        self._stack = ["rest"]
+        self._last = self.now()
+        self._thread = threading.get_ident()
+
+    def wrap(self, owner: Any, name: str, stage: str, outside: str | None = None) -> None:
+        """Counts a method's time to a stage; not while ``outside`` is open, to which it belongs then."""
+        original = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() != self._thread or outside in self._stack:
+                return original(*arguments, **options)
+            return self.inside(stage, original, *arguments, **options)
+
+        setattr(owner, name, timed)
+
+    def wrap_optimizer(self, optimizer: Any) -> None:
+        """Its step is arithmetic, but not the closure that Lightning runs inside it."""
+        original = optimizer.step
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            inner = None if closure is None else lambda: self.inside("around", closure)
+            return self.inside("arithmetic", original, inner)
+
+        optimizer.step = step
+
+    def inside(self, stage: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Calls a function in a stage."""
+        self._turn_to(stage)
+        try:
+            return function(*arguments, **options)
+        finally:
+            self._stack.pop()
+            self._count(stage)
+
+    def end_step(self, step: int) -> None:
+        """Optimizer step ``step``, from 1, is done."""
+        self._count(self._stack[-1])
+        if step > self.warm_up:
+            self.steps.append(dict(self._totals))
+        self._totals.clear()
+        if step == self.warm_up:
+            forget_peak_memory()
+
+    def figures(self, sampled: float, trained: float, parameters: int, peak_flops: float) -> dict[str, Any]:
+        """Means over the steps: seconds, tokens per second, the update's share of the peak, memory.
+
+        ``sampled`` tokens a step are generated, ``trained`` ones go through the update.
+        """
+        names = {name for step in self.steps for name in step}
+        mean = defaultdict(float, {n: sum(s.get(n, 0.0) for s in self.steps) / len(self.steps) for n in names})
+        arithmetic, around = mean.pop("arithmetic", 0.0), mean.pop("around", 0.0)
+        mean["update"] = arithmetic + around
+        whole = sum(mean.values())
+        speeds = {"generate": sampled, "score": sampled, "update": trained}
+        return {
+            "step_seconds": whole,
+            "steps": [round(sum(step.values()), 4) for step in self.steps],
+            "stages": {name: mean[name] for name in STAGES},
+            "tokens_per_second": {n: tokens / mean[n] for n, tokens in speeds.items() if mean[n]},
+            "arithmetic_seconds": arithmetic,
+            "own_seconds": around + mean["rest"],
+            "own_share": (around + mean["rest"]) / whole,
+            "update_mfu": 6 * parameters * trained / mean["update"] / peak_flops,
+            "sampled_tokens": sampled,
+            "trained_tokens": trained,
+            "peak_gib": peak_memory() / 2**30,
+        }
+
+    def _turn_to(self, stage: str) -> None:
+        self._count(self._stack[-1])
+        self._stack.append(stage)
+
+    def _count(self, stage: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = self.now()
+        self._totals[stage] += now - self._last
+        self._last = now
+
+
+def forget_peak_memory() -> None:
+    """From now on the peak is counted."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif (path := Path("/proc/self/clear_refs")).exists():
+        path.write_text("5")
+
+
+def peak_memory() -> int:
+    """Bytes: allocated on the GPU, or resident in this process (imports included)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if (status := Path("/proc/self/status")).exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource
+    import sys
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def matmul_peak(clock: str = "wall", size: int = 1536, repeats: int = 8) -> float:
+    """FLOP/s of a large float32 product on this machine, the best of several."""
+    now = CLOCKS[clock]
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best = float("inf")
+    for _ in range(repeats):
+        start = now()
+        a @ b
+        best = min(best, now() - start)
+    return 2 * size**3 / best

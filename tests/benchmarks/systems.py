@@ -1,0 +1,217 @@
+"""The systems of a benchmark, each run in a process of its own: lgrpo, and TRL."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.stages import Stages
+from tests.benchmarks.workload import lengths, prescribe_embedded, prescribe_generate, prescribe_vllm, prompt_texts
+
+
+def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
+    import lightning as L
+
+    from lgrpo import (
+        CausalPolicy,
+        ClippedLoss,
+        GRPOModule,
+        RolloutBatch,
+        RolloutCallback,
+        RolloutDataModule,
+        Sampling,
+        WeightSync,
+    )
+    from lgrpo.data.scorer import GroupScores
+    from lgrpo.engines import RolloutEngine, TransformersEngine, VLLMEngine
+    from lgrpo.tasks import DatasetTask
+    from tests.benchmarks.parity_reward import Parity
+
+    cuda, work = options.device == "cuda", Work(options)
+    stages = Stages(options.warm_up, options.clock)
+    policy = CausalPolicy(
+        str(options.folder),
+        gradient_checkpointing=options.checkpointing,
+        compile=options.compile,
+        chunk_size=4096,
+    )
+    module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True))
+    engine: RolloutEngine
+    if cuda:
+        engine = VLLMEngine(
+            dtype="bfloat16",
+            max_model_len=options.prompt_tokens + work.longest,
+            gpu_memory_utilization=options.engine_memory,
+        )
+        prescribe_vllm(work.lengths)
+    else:
+        engine = TransformersEngine()
+        prescribe_embedded(work.lengths)
+    data = RolloutDataModule(
+        DatasetTask(Parity(), train=[{"question": text} for text in work.prompts]),
+        engine,
+        num_prompts=options.prompts,
+        group_size=options.group,
+        num_rollouts=options.warm_up + options.steps,
+        sampling=Sampling(max_tokens=work.longest),
+        generate_ahead=options.v > 1,
+        shuffle=False,
+    )
+
+    class Watch(RolloutCallback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            stages.wrap(trainer.strategy, "backward", "arithmetic")
+            stages.wrap(trainer.precision_plugin, "clip_gradients", "arithmetic")
+            stages.wrap_optimizer(trainer.optimizers[0])
+
+        def on_rollout_end(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
+            work.check(batch.rollout, batch.completion_mask.sum(1).tolist(), batch.lengths.tolist())
+
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int) -> None:
+            if (i + 1) % trainer.accumulate_grad_batches == 0:
+                stages.end_step(trainer.global_step)
+
+    stages.wrap(type(engine), "generate", "generate")
+    stages.wrap(type(engine), "rest", "generate")
+    stages.wrap(type(engine), "load_weights", "sync")
+    stages.wrap(GroupScores, "__call__", "rest")
+    stages.wrap(GroupScores, "result", "score")
+    stages.wrap(GRPOModule, "training_step", "around")
+    stages.wrap(CausalPolicy, "forward", "arithmetic")
+    trainer = L.Trainer(
+        accelerator="gpu" if cuda else "cpu",
+        devices=1,
+        precision="bf16-mixed" if cuda else "32-true",
+        max_epochs=1,
+        accumulate_grad_batches=options.micro_batches,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.mkdtemp(),
+        callbacks=[WeightSync(options.v), Watch()],
+    )
+    trainer.fit(module, datamodule=data)
+    found = stages.figures(*work.tokens(), policy.model.num_parameters(), options.peak_flops)
+    return found | {"sync_each": [record.seconds for record in engine.ledger], "parameters": work.count(policy.model)}
+
+
+def run_trl(options: argparse.Namespace) -> dict[str, Any]:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    cuda, work = options.device == "cuda", Work(options)
+    stages = Stages(options.warm_up, options.clock)
+    rollouts = [0]
+
+    def parity(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        size = options.prompts * options.group
+        for start in range(0, len(completion_ids), size):
+            work.check(rollouts[0], [len(ids) for ids in completion_ids[start : start + size]])
+            rollouts[0] += 1
+        return [float(sum(ids) % 2) for ids in completion_ids]
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            stages.wrap_optimizer(given["optimizer"])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            stages.end_step(state.global_step)
+
+    if cuda:
+        prescribe_vllm(work.lengths)
+    arguments = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_vllm=cuda,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=options.engine_memory,
+        vllm_enable_sleep_mode=cuda,
+        per_device_train_batch_size=options.prompts * options.group // options.micro_batches,
+        gradient_accumulation_steps=options.micro_batches,
+        steps_per_generation=options.micro_batches * options.v,
+        num_generations=options.group,
+        max_completion_length=work.longest,
+        shuffle_dataset=False,
+        max_steps=options.warm_up + options.steps,
+        learning_rate=1e-6,
+        temperature=1.0,
+        beta=0.0,
+        bf16=cuda,
+        gradient_checkpointing=options.checkpointing,
+        optim="adamw_torch_fused",
+        lr_scheduler_type="constant",
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=not cuda,
+        model_init_kwargs={"dtype": "float32"},
+        use_liger_kernel=options.liger,
+        use_transformers_continuous_batching=options.continuous_batching,
+    )
+    trainer = GRPOTrainer(
+        model=str(options.folder),
+        reward_funcs=parity,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": text} for text in work.prompts]),
+        callbacks=[Watch()],
+    )
+    if cuda:
+        stages.wrap(trainer.vllm_generation, "sync_weights", "sync")
+    else:
+        prescribe_generate(trainer.model, trainer.eos_token_ids, work.lengths)
+    stages.wrap(GRPOTrainer, "_generate_single_turn", "generate")
+    stages.wrap(GRPOTrainer, "_calculate_rewards", "score")
+    stages.wrap(GRPOTrainer, "compute_loss", "around")
+    stages.wrap(GRPOTrainer, "_get_per_token_logps_and_entropies", "around")
+    stages.wrap(trainer.model, "forward", "arithmetic", outside="generate")
+    stages.wrap(trainer.accelerator, "backward", "arithmetic")
+    stages.wrap(trainer.accelerator, "clip_grad_norm_", "arithmetic")
+    trainer.train()
+    parameters = work.count(trainer.model)
+    return stages.figures(*work.tokens(), parameters, options.peak_flops) | {"parameters": parameters}
+
+
+SYSTEMS = {"lgrpo": run_lgrpo, "trl": run_trl}
+
+
+class Work:
+    """The prompts and lengths of a run, and whether they came out."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        rollouts = options.warm_up + options.steps
+        self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, options.prompts * rollouts)
+        self.lengths = lengths(
+            options.workload,
+            len(self.prompts) * options.group,
+            options.completion_tokens,
+            options.mean_tokens,
+            options.cap_tokens,
+        )
+        self.longest = max(self.lengths)
+        self.size = options.prompts * options.group
+
+    def check(self, rollout: int, found: list[int], whole: list[int] | None = None) -> None:
+        """A rollout's completions, and with their prompts, have the lengths they should have."""
+        expected = self.lengths[rollout * self.size : (rollout + 1) * self.size]
+        if found != expected:
+            raise RuntimeError(f"rollout {rollout} has completions of {found[:8]}… tokens, not {expected[:8]}…")
+        if whole is not None and whole != [length + self.options.prompt_tokens for length in expected]:
+            raise RuntimeError(f"the prompts of rollout {rollout} are not {self.options.prompt_tokens} tokens long")
+
+    def tokens(self) -> tuple[float, float]:
+        """Sampled and trained tokens of a step after the warm-up, on average."""
+        sampled = sum(self.lengths[self.options.warm_up * self.size :]) / self.options.steps
+        return sampled, sampled + self.size * self.options.prompt_tokens
+
+    @staticmethod
+    def count(model: Any) -> int:
+        return sum(p.numel() for p in model.parameters())

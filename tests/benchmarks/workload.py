@@ -1,0 +1,159 @@
+"""What both systems of a benchmark are given: a model of random weights, prompts, and how long each completion is.
+
+Lengths are prescribed, so that both systems do the same work: completion j of a run (counted in the order of prompts,
+siblings side by side) has ``lengths(...)[j]`` tokens in either. An end-of-sequence token before its time does not end
+it, and the last token ends it whatever it is. ``prescribe_*`` do that at the one place where each sampler decides.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+SHAPES: dict[str, dict[str, int]] = {
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 152064},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    | {"num_key_value_heads": 2, "vocab_size": 151936},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2, "vocab_size": 151936},
+    "demo": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 3}
+    | {"num_key_value_heads": 3},  # of configs/demo.yaml
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"num_key_value_heads": 1, "vocab_size": 512},
+}
+CHARACTERS = "".join(map(chr, range(0x4E00, 0x4E00 + 400)))
+DEMO_CHARACTERS = "0123456789>"
+SPREAD = 0.7
+"""Standard deviation of the logarithm of a realistic length."""
+
+Workload = Literal["fixed", "realistic"]
+
+
+def make_model(folder: Path, shape: str, longest: int) -> None:
+    """A model of random weights and a tokenizer of one token per character, as a folder of Hugging Face."""
+    from transformers import AutoModelForCausalLM, LlamaConfig  # qwen2 would load a tokenizer of its own making
+
+    from lgrpo.policy import character_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = character_tokenizer(DEMO_CHARACTERS if shape == "demo" else CHARACTERS)
+    size = {"vocab_size": len(tokenizer)} | SHAPES[shape]
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = LlamaConfig(**size, max_position_embeddings=longest, tie_word_embeddings=True, **special)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def prompt_texts(folder: Path, num_tokens: int, count: int) -> list[str]:
+    """Texts of exactly ``num_tokens`` tokens each, drawn from the tokenizer's own words."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocabulary = [t for t in (tokenizer.decode([i]) for i in range(len(tokenizer))) if t.strip().isalnum()]
+    draw, texts = random.Random(1), []
+    while len(texts) < count:
+        text = "".join(draw.choices(vocabulary, k=num_tokens))
+        if len(tokenizer(text).input_ids) == num_tokens:  # neighbours may have grown together
+            texts.append(text)
+    return texts
+
+
+def lengths(workload: Workload, count: int, fixed: int, mean: float, cap: int) -> list[int]:
+    """Tokens of each completion: all alike, or log-normal with this mean (before the cap), at most ``cap``.
+
+    >>> lengths("fixed", 3, 5, 0, 0)
+    [5, 5, 5]
+    >>> drawn = lengths("realistic", 10_000, 0, 300, 1024)
+    >>> max(drawn), round(sum(drawn) / len(drawn), -1)
+    (1024, 290.0)
+    """
+    if workload == "fixed":
+        return [fixed] * count
+    draw, centre = random.Random(2), math.log(mean) - SPREAD**2 / 2
+    return [min(cap, max(1, round(draw.lognormvariate(centre, SPREAD)))) for _ in range(count)]
+
+
+def prescribe_embedded(given: Sequence[int]) -> None:
+    """In ``lgrpo.engines.TransformersEngine``: a row ends at its length, and at no token."""
+    from lgrpo.engines import transformers as embedded
+
+    record, first = embedded._record, [0, 0]  # of this call and of the next
+
+    def prescribed(rows: Any, alive: Any, drawn: Any, logprobs: Any, t: int, *rest: Any) -> tuple[list[int], list[int]]:
+        if t == 0:
+            first[:] = first[1], first[1] + len(rows)
+        going_on, _ = record(rows, alive, drawn, logprobs, t, *rest[:-1], set())
+        names = alive.tolist()
+        ended = [names[p] for p in range(len(names)) if given[first[0] + names[p]] == t + 1]
+        for row in ended:
+            rows[row].finish_reason = "length"
+        return [place for place in going_on if given[first[0] + names[place]] > t + 1], ended
+
+    embedded._record = prescribed
+
+
+def prescribe_generate(model: Any, eos: Sequence[int], given: Sequence[int]) -> None:
+    """In ``model.generate`` of transformers: no end of sequence before a row's length, nothing else at it."""
+    generate, first = model.generate, [0]
+
+    def prescribed(*arguments: Any, **options: Any) -> Any:
+        ids = options["input_ids"]
+        ends = torch.tensor(given[first[0] : first[0] + len(ids)], device=ids.device)
+        first[0] += len(ids)
+        return generate(*arguments, logits_processor=[_EndsAt(ends, ids.shape[1], eos)], **options)
+
+    model.generate = prescribed
+
+
+class _EndsAt:
+    """A logits processor of transformers."""
+
+    def __init__(self, ends: torch.Tensor, prompt_length: int, eos: Sequence[int]) -> None:
+        self.ends, self.prompt_length, self.eos = ends, prompt_length, list(eos)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_last = self.ends == input_ids.shape[1] - self.prompt_length + 1
+        scores[:, self.eos] = -torch.inf
+        if is_last.any():
+            scores[is_last] = -torch.inf
+            scores[is_last, self.eos[0]] = 0.0
+        return scores
+
+
+def prescribe_vllm(given: Sequence[int]) -> None:
+    """In ``vllm.LLM``, for whoever calls it: each request, and each sibling of one with n > 1, has its own limit."""
+    from vllm import LLM
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    first = [0]
+
+    def limited(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prescribed(self: Any, prompts: Any, params: Any = None, **options: Any) -> Any:
+            params = options.pop("sampling_params", params)
+            each = params if isinstance(params, list) else [params.clone() for _ in prompts]
+            for one in each:
+                own = list(given[first[0] : first[0] + one.n])
+                first[0] += one.n
+                one.ignore_eos, one.stop_token_ids, one.max_tokens = True, [], max(own)
+                one._all_stop_token_ids = set()
+                one.extra_args = {"lengths": own}
+            return original(self, prompts, each, **options)
+
+        return prescribed
+
+    child = ParentRequest._get_child_sampling_params
+
+    def own_limit(self: Any, index: int) -> Any:
+        self.cached_child_sampling_params = None  # it would be the same for all siblings
+        params = child(self, index)
+        params.max_tokens = params.extra_args["lengths"][index]
+        return params
+
+    LLM.generate, LLM.enqueue = limited(LLM.generate), limited(LLM.enqueue)
+    ParentRequest._get_child_sampling_params = own_limit
