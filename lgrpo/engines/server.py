@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,11 @@ class VLLMServer:
             elif value is not None:
                 command += [f"--{flag}", str(value)]
         with log.open("w") as output:
-            process = subprocess.Popen(
+            process = _start_process(
                 command,
                 env={**os.environ, **environment, "VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
         return cls(f"http://127.0.0.1:{port}", api_key, process, log)
 
@@ -163,6 +162,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+_parent_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-parent")
+"""A child is told of the end of the thread that started it, not of the process: this one lives as long as that."""
+
+
+def _start_process(command: list[str], **options: Any) -> subprocess.Popen:
+    return _parent_thread.submit(
+        lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent, **options)
+    ).result()
 
 
 def _die_with_parent() -> None:
