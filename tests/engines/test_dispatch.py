@@ -50,18 +50,18 @@ def test_no_more_at_a_time_than_asked_for():
 
 def test_prompts_of_a_failed_server_go_to_the_others_and_late_answers_are_dropped():
     """The replacement of ``a`` comes when all is over; an answer of ``a`` itself comes after it was given up."""
-    is_taken, is_late, is_over = threading.Event(), threading.Event(), threading.Event()
+    has_failed, is_late, is_over = threading.Event(), threading.Event(), threading.Event()
 
     def check(server):
         if server == "b":
-            is_taken.wait()  # so that a has prompt 0
+            has_failed.wait(30)  # by then a has prompt 0
 
     def ask(server, place):
         if server == "a" and place == 0:
-            is_taken.set()
-            is_late.wait()
+            is_late.wait(30)
             return "late"
         if server == "a":
+            has_failed.set()
             raise EngineFailure("gone")
         if place != 0:
             return "b"
@@ -71,7 +71,7 @@ def test_prompts_of_a_failed_server_go_to_the_others_and_late_answers_are_droppe
 
     def replace(server, failure):
         assert (server, str(failure)) == ("a", "gone")
-        is_over.wait()
+        is_over.wait(30)
 
     told = run(8, ["a", "b"], ask, check=check, replace=replace)
     is_over.set()
