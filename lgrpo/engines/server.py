@@ -94,8 +94,8 @@ class VLLMServer:
         if answer.status_code == 401:
             raise EngineError(f"the vLLM server at {self.url} refused the API key")
         if not answer.ok:
-            kind = AnsweredError if answer.status_code >= 500 else EngineError
-            raise kind(f"the vLLM server at {self.url} answered {path} with {answer.status_code}: {_short(answer)}")
+            what = f"the vLLM server at {self.url} answered {path} with {answer.status_code}: {_short(answer)}"
+            raise AnsweredError(what + self._tail()) if answer.status_code >= 500 else EngineError(what)
         try:
             return answer.json() if answer.content else None
         except ValueError as error:
@@ -128,7 +128,9 @@ class VLLMServer:
         if self.log is None or not self.log.exists():
             return ""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        telling = [line for line in lines if "Error" in line][-3:] or lines[-5:]
+        errors = [line for line in lines if "Error" in line and "WARNING" not in line]
+        of_memory = [line for line in errors[:-3] if "memory" in line.lower()]  # what it dies of, it says first
+        telling = of_memory[-1:] + errors[-3:] or lines[-5:]
         return ". Its log says:\n  " + "\n  ".join(line.strip()[:300] for line in telling) if telling else ""
 
 

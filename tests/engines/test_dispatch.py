@@ -28,6 +28,12 @@ def test_every_prompt_once_and_both_servers_asked():
     assert {server for _, (server, _) in told} == {"a", "b"}
 
 
+def test_few_prompts_are_shared_evenly():
+    together = threading.Barrier(4)
+    told = run(4, ["a", "b"], lambda server, _: (together.wait(10), server)[1])
+    assert Counter(server for _, server in told) == Counter(a=2, b=2)
+
+
 def test_whoever_is_free_takes_the_next():
     told = run(30, ["slow", "quick"], lambda server, _: (time.sleep(0.2 if server == "slow" else 0.001), server)[1])
     assert Counter(server for _, server in told)["quick"] >= 15

@@ -73,7 +73,7 @@ def check(engine, policy, questions, expected, do, **faults):
     """A generation to which something is done equals the one before, and the one after."""
     told, before = Told(do), Counter(engine.faults)
     disturb(policy)
-    with pytest.warns(UserWarning, match="recovering from failure 1 of at most"):
+    with pytest.warns(UserWarning, match="recovering from failure 1 of at most") as warned:
         groups = engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer, told)
     assert groups == expected
     assert told.groups == dict(enumerate(expected))
@@ -82,6 +82,7 @@ def check(engine, policy, questions, expected, do, **faults):
     assert engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer) == expected, "the ones in their places"
     assert engine.faults - before == Counter(faults)
     assert engine.recovery_seconds > 0
+    return "\n".join(str(warning.message) for warning in warned)
 
 
 def test_killed_and_out_of_memory_while_they_generate(policy, engine):
@@ -90,7 +91,8 @@ def test_killed_and_out_of_memory_while_they_generate(policy, engine):
     expected = engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer)
     assert mismatch(policy, questions, expected) <= TOLERANCE
     do = {1: lambda: signal_to(killed, signal.SIGKILL), 16: lambda: exhausted.rpc("exhaust_memory", 30)}
-    check(engine, policy, questions, expected, do, failures=2, restarts=2)
+    messages = check(engine, policy, questions, expected, do, failures=2, restarts=2)
+    assert "can't allocate memory" in messages, "the end of the server's log"
     assert not {killed, exhausted} & set(engine.servers)
     for server in engine.servers:
         assert server.process.poll() is None
