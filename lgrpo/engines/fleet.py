@@ -208,11 +208,10 @@ class Fleet(RolloutEngine):
         """
         start = time.perf_counter()
         with self._lock:
-            if epoch != self._epoch:
-                raise EngineError(f"called off: {failure}") from failure
             self._num_replacing += 1
         try:
             while True:
+                self._check_epoch(epoch)
                 self._count(failure)
                 try:
                     return self._replace_server(server, failure, epoch)
@@ -252,8 +251,7 @@ class Fleet(RolloutEngine):
             else:
                 new = self._start_again(server, self._transfer, epoch)
         with self._lock:
-            if epoch != self._epoch:
-                raise EngineError(f"replacing the vLLM server at {server.url} was called off")
+            self._check_epoch(epoch)
             self._starting.discard(new)
             self.servers[self.servers.index(server)] = new
             self.faults["restarts"] += 1
@@ -270,8 +268,7 @@ class Fleet(RolloutEngine):
         """Another process in the place of one of ours, started from the folder."""
         server.kill()
         with self._lock:
-            if epoch != self._epoch:
-                raise EngineError(f"replacing the vLLM server at {server.url} was called off")
+            self._check_epoch(epoch)
             new = self._start(transfer, self.servers.index(server))
             self._starting.add(new)
         try:
@@ -314,6 +311,10 @@ class Fleet(RolloutEngine):
             )
             return False
         return True
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise EngineError("the engine was closed, or what it was at called off")
 
     def _call_off(self) -> None:
         """Nothing is replaced any more: what is being started ends."""

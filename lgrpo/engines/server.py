@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,11 @@ class VLLMServer:
             elif value is not None:
                 command += [f"--{flag}", str(value)]
         with log.open("w") as output:
-            process = subprocess.Popen(
+            process = _start_process(
                 command,
                 env={**os.environ, **environment, "VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
         return cls(f"http://127.0.0.1:{port}", api_key, process, log)
 
@@ -95,8 +94,8 @@ class VLLMServer:
         if answer.status_code == 401:
             raise EngineError(f"the vLLM server at {self.url} refused the API key")
         if not answer.ok:
-            kind = AnsweredError if answer.status_code >= 500 else EngineError
-            raise kind(f"the vLLM server at {self.url} answered {path} with {answer.status_code}: {_short(answer)}")
+            what = f"the vLLM server at {self.url} answered {path} with {answer.status_code}: {_short(answer)}"
+            raise AnsweredError(what + self._tail()) if answer.status_code >= 500 else EngineError(what)
         try:
             return answer.json() if answer.content else None
         except ValueError as error:
@@ -129,7 +128,9 @@ class VLLMServer:
         if self.log is None or not self.log.exists():
             return ""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        telling = [line for line in lines if "Error" in line][-3:] or lines[-5:]
+        errors = [line for line in lines if "Error" in line and "WARNING" not in line]
+        of_memory = [line for line in errors[:-3] if "memory" in line.lower()]  # what it dies of, it says first
+        telling = of_memory[-1:] + errors[-3:] or lines[-5:]
         return ". Its log says:\n  " + "\n  ".join(line.strip()[:300] for line in telling) if telling else ""
 
 
@@ -163,6 +164,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+_parent_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-parent")
+"""A child is told of the end of the thread that started it, not of the process: this one lives as long as that."""
+
+
+def _start_process(command: list[str], **options: Any) -> subprocess.Popen:
+    return _parent_thread.submit(
+        lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent, **options)
+    ).result()
 
 
 def _die_with_parent() -> None:

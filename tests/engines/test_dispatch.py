@@ -28,6 +28,12 @@ def test_every_prompt_once_and_both_servers_asked():
     assert {server for _, (server, _) in told} == {"a", "b"}
 
 
+def test_few_prompts_are_shared_evenly():
+    together = threading.Barrier(4)
+    told = run(4, ["a", "b"], lambda server, _: (together.wait(10), server)[1])
+    assert Counter(server for _, server in told) == Counter(a=2, b=2)
+
+
 def test_whoever_is_free_takes_the_next():
     told = run(30, ["slow", "quick"], lambda server, _: (time.sleep(0.2 if server == "slow" else 0.001), server)[1])
     assert Counter(server for _, server in told)["quick"] >= 15
@@ -50,18 +56,18 @@ def test_no_more_at_a_time_than_asked_for():
 
 def test_prompts_of_a_failed_server_go_to_the_others_and_late_answers_are_dropped():
     """The replacement of ``a`` comes when all is over; an answer of ``a`` itself comes after it was given up."""
-    is_taken, is_late, is_over = threading.Event(), threading.Event(), threading.Event()
+    has_failed, is_late, is_over = threading.Event(), threading.Event(), threading.Event()
 
     def check(server):
         if server == "b":
-            is_taken.wait()  # so that a has prompt 0
+            has_failed.wait(30)  # by then a has prompt 0
 
     def ask(server, place):
         if server == "a" and place == 0:
-            is_taken.set()
-            is_late.wait()
+            is_late.wait(30)
             return "late"
         if server == "a":
+            has_failed.set()
             raise EngineFailure("gone")
         if place != 0:
             return "b"
@@ -71,7 +77,7 @@ def test_prompts_of_a_failed_server_go_to_the_others_and_late_answers_are_droppe
 
     def replace(server, failure):
         assert (server, str(failure)) == ("a", "gone")
-        is_over.wait()
+        is_over.wait(30)
 
     told = run(8, ["a", "b"], ask, check=check, replace=replace)
     is_over.set()

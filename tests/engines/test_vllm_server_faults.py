@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ import pytest
 
 from lgrpo import Sampling
 from lgrpo.engines import EngineError, VLLMServerEngine
-from lgrpo.engines.server import VLLMServer
+from lgrpo.engines.server import VLLMServer, _start_process
 from lgrpo.types import PolicyWeights
 from tests.engines.test_vllm import TEXTS, TOLERANCE, disturb, mismatch, prompts
 
@@ -58,23 +57,22 @@ def processes_of(folder):
 
 
 class Told:
-    """Notes which group came how often, and does something to the servers at the first."""
+    """Notes which group came how often, and does something when so many have come."""
 
-    def __init__(self, do=lambda: None):
+    def __init__(self, do):
         self.groups, self.count, self.do = {}, Counter(), do
 
     def __call__(self, place, group):
-        if not self.groups:
-            self.do()
         self.groups[place] = group
         self.count[place] += 1
+        self.do.get(self.count.total(), lambda: None)()
 
 
 def check(engine, policy, questions, expected, do, **faults):
     """A generation to which something is done equals the one before, and the one after."""
     told, before = Told(do), Counter(engine.faults)
     disturb(policy)
-    with pytest.warns(UserWarning, match="recovering from failure 1 of at most"):
+    with pytest.warns(UserWarning, match="recovering from failure 1 of at most") as warned:
         groups = engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer, told)
     assert groups == expected
     assert told.groups == dict(enumerate(expected))
@@ -83,28 +81,21 @@ def check(engine, policy, questions, expected, do, **faults):
     assert engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer) == expected, "the ones in their places"
     assert engine.faults - before == Counter(faults)
     assert engine.recovery_seconds > 0
+    return "\n".join(str(warning.message) for warning in warned)
 
 
-def test_killed_while_it_generates(policy, engine):
-    questions, killed = prompts(policy, *TEXTS * 8), engine.servers[0]
+def test_killed_and_out_of_memory_while_they_generate(policy, engine):
+    """First one is killed, and the other goes on alone, until it runs out of memory too."""
+    questions, (killed, exhausted) = prompts(policy, *TEXTS * 8), engine.servers
     expected = engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer)
     assert mismatch(policy, questions, expected) <= TOLERANCE
-    check(engine, policy, questions, expected, lambda: signal_to(killed, signal.SIGKILL), failures=1, restarts=1)
-    assert killed not in engine.servers
-    assert all(server.process.poll() is None for server in engine.servers)
-    new = engine.servers[0].log.read_text()
-    assert "POST /v1/completions" in new, "the one in its place was asked"
-
-
-def test_one_hangs_and_one_runs_out_of_memory(policy, engine):
-    questions = prompts(policy, *TEXTS * 8)
-    expected = engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer)
-    hung, exhausted = engine.servers
-    engine.hang_timeout = 5.0
-    exhausted.rpc("exhaust_memory", 30)
-    signal_to(hung, signal.SIGSTOP)
-    check(engine, policy, questions, expected, lambda: None, failures=2, restarts=2)
-    assert hung.process.poll() == -signal.SIGKILL
+    do = {1: lambda: signal_to(killed, signal.SIGKILL), 16: lambda: exhausted.rpc("exhaust_memory", 30)}
+    messages = check(engine, policy, questions, expected, do, failures=2, restarts=2)
+    assert "you tried to allocate" in messages, "the end of the server's log"
+    assert not {killed, exhausted} & set(engine.servers)
+    for server in engine.servers:
+        assert server.process.poll() is None
+        assert "POST /v1/completions" in server.log.read_text(), "the ones in their places were asked"
 
 
 def test_killed_and_hung_while_they_are_synced(policy, engine):
@@ -151,7 +142,7 @@ def users(engine, policy, monkeypatch):
 def test_a_server_of_the_users_that_hangs_is_left_out_until_the_next_sync(policy, engine, users):
     questions = prompts(policy, *TEXTS * 8)
     expected = users.generate(questions, 4, SAMPLING, 0, policy.tokenizer)
-    told = Told(lambda: signal_to(engine.servers[0], signal.SIGSTOP))
+    told = Told({1: lambda: signal_to(engine.servers[0], signal.SIGSTOP)})
     with pytest.warns(UserWarning, match="recovering from failure 1 of at most 3"):
         assert users.generate(questions, 4, SAMPLING, 0, policy.tokenizer, told) == expected
     assert set(told.count.values()) == {1}
@@ -180,11 +171,9 @@ def test_a_server_of_the_users_that_is_started_again_gets_its_weights_again(poli
         signal_to(server, signal.SIGKILL)
         server.process.wait()
         with server.log.open("w") as log:
-            server.process = subprocess.Popen(
-                server.process.args, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+            server.process = _start_process(server.process.args, env=environment, stdout=log, stderr=log)
 
-    check(users, policy, questions, expected, start_again, failures=1, restarts=1)
+    check(users, policy, questions, expected, {1: start_again}, failures=1, restarts=1)
     assert users.servers[0].process is None
 
 
