@@ -50,8 +50,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
-            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
-                raise
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise  # else torch's way of saying that bytes did not get to the disk
             self.num_failures += 1
             self.failed = path
             warnings.warn(
@@ -162,4 +162,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return error.strerror or type(error).__name__ if isinstance(error, OSError) else "the disk is full, or the like"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause.strerror or str(cause) if cause is not None else "the disk did not take it"

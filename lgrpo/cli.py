@@ -203,7 +203,7 @@ class LGRPOCLI(LightningCLI):
             return
         try:
             draw_curves(series, self.run_folder / "curves.png")
-        except ImportError as error:
+        except (ImportError, OSError) as error:
             warnings.warn(str(error), stacklevel=1)
         print(f"The run is in {self.run_folder}/: metrics, completions.jsonl, checkpoints, curves.png")
         print(closing_line(series, time.perf_counter() - self._started))

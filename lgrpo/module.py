@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.functional import kl_divergence, quick_products
 from lgrpo.hooks import rollout_callbacks, rollout_owner
+from lgrpo.loggers import guard
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
 from lgrpo.policy import CausalPolicy
@@ -67,7 +67,6 @@ class GRPOModule(L.LightningModule):
         self._rollout_metrics: dict[str, float] = {}
         self._loaded_step = 0
         self._noted: defaultdict[str, float] = defaultdict(float)
-        self._failed_loggers: set[int] = set()
 
     # What others ask for
 
@@ -151,6 +150,8 @@ class GRPOModule(L.LightningModule):
         if stage != "fit":
             return
         self.proximal = ProximalMemory()
+        for logger in self.trainer.loggers:
+            guard(logger, lambda: self.note("fault/logger_writes", 1.0))
         precision = str(self.trainer.precision)
         if precision in ("bf16-true", "16-true") or precision.startswith("transformer-engine"):
             raise ValueError(
@@ -206,8 +207,9 @@ class GRPOModule(L.LightningModule):
         self.step_metrics.reset()
         figures["train/step_skipped"] = float(self._step_is_empty)
         figures["time/update"] = time.perf_counter() - self._update_started
-        self._publish(figures | self._rollout_metrics | self._noted)
-        self._noted.clear()
+        figures |= self._rollout_metrics | self._noted
+        self._noted.clear()  # what goes wrong from here on is told in the next row
+        self._publish(figures)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         self.amplifications[batch.task].update(batch.correct, batch.answers, batch.reference_correct)
@@ -278,16 +280,9 @@ class GRPOModule(L.LightningModule):
             self._to_loggers(figures, self.global_step)
 
     def _to_loggers(self, figures: dict[str, float], step: int) -> None:
-        for place, logger in enumerate(self.trainer.loggers):
-            try:
-                logger.log_metrics(figures, step=step)
-                logger.save()
-            except Exception as error:  # a full disk, a server that is gone: what is to be logged is worth more
-                self.note("fault/logger_writes", 1.0)
-                if place not in self._failed_loggers:
-                    self._failed_loggers.add(place)
-                    name = type(logger).__name__
-                    warnings.warn(f"{name} failed ({type(error).__name__}: {error}); training goes on", stacklevel=2)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(figures, step=step)
+            logger.save()
 
     def _log_pass_at_k(self, prefix: str) -> None:
         figures = {f"{prefix}/{name}": value for name, value in self.amplifications.compute(self.global_step).items()}

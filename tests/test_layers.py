@@ -14,7 +14,7 @@ LAYERS = [
     {"types"},
     {"functional", "settings"},
     {"metrics", "rewards"},
-    {"advantages", "losses", "policy", "engines", "hooks", "tasks", "checkpoints"},
+    {"advantages", "losses", "policy", "engines", "hooks", "tasks", "checkpoints", "loggers"},
     {"module", "data", "callbacks"},
     {"report", "plan", "sweep"},
     {"cli"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,8 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from lgrpo.callbacks.lines import append_lines
-from lgrpo.hooks import RolloutCallback, Stage, rollout_owner
+from lgrpo.hooks import RolloutCallback, Stage, policy_owner, rollout_owner
+from lgrpo.loggers import attempt
 from lgrpo.types import RolloutBatch
 
 COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version")
@@ -40,7 +42,7 @@ class RolloutLog(RolloutCallback):
         table = [self._row(trainer, batch, i) for i in range(min(self.num_groups * batch.group_size, len(batch)))]
         append_lines(trainer, "completions.jsonl", table, "rollout")
         for logger in trainer.loggers:
-            _log_table(logger, table, trainer.global_step)
+            attempt(logger, partial(_log_table, logger, table, trainer.global_step), partial(_count, trainer))
 
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
         data = rollout_owner(trainer)
@@ -61,6 +63,10 @@ class RolloutLog(RolloutCallback):
             versions.get(behaviour_step),
         )
         return dict(zip(COLUMNS, values, strict=True))
+
+
+def _count(trainer: L.Trainer) -> None:
+    policy_owner(trainer).note("fault/logger_writes", 1.0)
 
 
 def _log_table(logger: Logger, table: list[dict[str, Any]], step: int) -> None:

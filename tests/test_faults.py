@@ -1,0 +1,420 @@
+"""What a run survives: numbers that are none, full disks, loggers that fail, signals, settings that changed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, ZeroVarianceMask
+from lgrpo.callbacks import ExactResume, FiniteSteps, GracefulInterrupt
+from lgrpo.callbacks.finite_steps import NonFiniteError
+from lgrpo.checkpoints import PART, is_whole, newest_checkpoint, sweep_parts
+from lgrpo.cli import RESUMABLE
+from lgrpo.data import DynamicSampling
+from lgrpo.report import read_series
+from lgrpo.rewards import Reward
+from lgrpo.settings import ResumeError
+from lgrpo.tasks import SortDigits
+from lgrpo.types import RolloutBatch
+from tests.chaos import chaos
+from tests.helpers import build, fit, largest_difference
+from tests.processes import until_nobody_lives
+
+TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
+SMALL = [
+    f"--config={TINY}",
+    "--data.num_rollouts=30",
+    "--trainer.max_epochs=1",
+    "--data.evaluation.num_problems=8",
+    "--data.evaluation.num_samples=2",
+    "--trainer.num_sanity_val_steps=0",
+]
+
+
+def test_killed_at_every_kind_of_moment(tmp_path):
+    """``make chaos`` does this thirty times."""
+    killed = chaos(tmp_path, kills=6, rollouts=10, seed=1)
+    assert sum(killed.values()) >= 5
+
+
+class Poison(L.Callback):
+    """Gradients of some steps are not numbers."""
+
+    def __init__(self, steps, value=float("nan")):
+        self.steps, self.value = steps, value
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.global_step in self.steps:
+            next(pl_module.policy.parameters()).grad[0, 0] = self.value
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_a_step_is_skipped_counted_and_its_batch_kept(self, tmp_path, value):
+        callbacks = [Poison({2}, value), FiniteSteps()]
+        options = {"optimizer": torch.optim.AdamW, "rollouts": 2, "epochs": 1, "i": 2}
+        run = build(
+            **options, callbacks=callbacks, trainer={"accumulate_grad_batches": 2, "default_root_dir": tmp_path}
+        )
+        weights = []
+
+        class Look(L.Callback):
+            def on_train_batch_end(self, trainer, *args):
+                weights.append({name: p.detach().clone() for name, p in run.module.policy.named_parameters()})
+
+        run.trainer.callbacks.append(Look())
+        with pytest.warns(UserWarning, match=r"step 2 is skipped: its gradient is not finite, its batch is in"):
+            run.trainer.fit(run.module, datamodule=run.data)
+        by_step = weights[1::2]
+        assert [row.get("fault/nonfinite_steps", 0.0) for row in run.logged][2] == 1.0
+        assert largest_difference(by_step[1], by_step[2]) == 0
+        assert largest_difference(by_step[2], by_step[3]) > 0
+        momentum = run.trainer.optimizers[0].state_dict()["state"][0]
+        assert momentum["step"] == 3  # of four
+        kept = torch.load(tmp_path / "nonfinite" / "step-2-rank-0.pt", weights_only=True)
+        batches = [RolloutBatch.from_state_dict(state) for state in kept["batches"]]
+        assert kept["step"] == 2
+        assert sum(len(batch) for batch in batches) == 16
+
+    def test_too_many_in_a_row_end_the_run(self, tmp_path):
+        callbacks = [Poison({1, 2, 4, 5, 6}), FiniteSteps(patience=3, keep=1)]
+        run = build(rollouts=10, callbacks=callbacks, trainer={"default_root_dir": tmp_path})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(NonFiniteError, match="3 steps in a row"):
+                run.trainer.fit(run.module, datamodule=run.data)
+        assert run.trainer.global_step == 6
+        assert len(list((tmp_path / "nonfinite").iterdir())) == 1
+        assert all(bool(p.isfinite().all()) for p in run.module.policy.parameters())
+
+    def test_a_run_without_any_is_untouched(self):
+        plain, guarded = fit(rollouts=3), fit(rollouts=3, callbacks=[FiniteSteps()])
+        assert largest_difference(plain.weights, guarded.weights) == 0
+
+
+def settings(folder, *, save=False, **changes):
+    own = {"v": 4, "i": 2, "rollouts": 8, "loss": ClippedLoss(kl_coef=0.1)} | changes
+    callbacks = [ReferenceRefresh(period=2), ExactResume()]
+    if save:
+        callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+    trainer = {"default_root_dir": str(folder), "enable_checkpointing": save} | own.pop("trainer", {})
+    return own | {"callbacks": callbacks, "trainer": trainer}
+
+
+class TestOtherSettings:
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("run")
+        fit(**settings(folder, save=True))
+        return folder
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"i": 3}, r"data\.reuse was 2, here it is 3: .* rollouts would be skipped or repeated"),
+            ({"data": {"num_prompts": 8}}, r"data\.num_prompts was 4, here it is 8"),
+            ({"data": {"group_size": 2}}, r"data\.group_size was 4, here it is 2"),
+            ({"data": {"lead": 1}}, r"data\.lead was 0, here it is 1"),
+            ({"data": {"task": SortDigits(num_digits=3, num_held_out=20)}}, r"data\.prompts was 80 prompts, "),
+        ],
+    )
+    def test_refused_where_it_would_lie(self, folder, changes, message):
+        with pytest.raises(ResumeError, match=message):
+            fit(**settings(folder, **changes), ckpt_path=str(folder / "step=5.ckpt"))
+
+    def test_another_model(self, folder):
+        from tests.helpers import MODEL, tiny_policy
+
+        policy = tiny_policy(config=MODEL | {"hidden_size": 16})
+        with pytest.raises(ResumeError, match=r"model was \{'hidden_size': 32\}, here it is \{'hidden_size': 16\}"):
+            fit(**settings(folder, policy=policy), ckpt_path=str(folder / "step=5.ckpt"))
+        policy = tiny_policy(characters="9876543210>")
+        with pytest.raises(ResumeError, match="tokenizer was"):
+            fit(**settings(folder, policy=policy), ckpt_path=str(folder / "step=5.ckpt"))
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"v": 3}, r"weight_sync was \{'period': 4\}, here it is \{'period': 3\}: from the next sync on"),
+            ({"seed": 7}, r"data\.seed was 0, here it is 7: prompts and completions from here on"),
+            ({"loss": ClippedLoss(kl_coef=0.2)}, "loss was .*0.1.*: steps from here on"),
+            ({"learning_rate": 0.5}, r"the optimizer goes on as the checkpoint has it: lr 0\.01 \(not 0\.5\)"),
+        ],
+    )
+    def test_told_where_it_only_differs(self, folder, changes, message):
+        with pytest.warns(UserWarning, match=message):
+            run = fit(**settings(folder, **changes), ckpt_path=str(folder / "step=5.ckpt"))
+        assert run.trainer.global_step == 16
+
+    @pytest.mark.parametrize(("v", "syncs"), [(3, [0, 0, 6, 12]), (6, [0, 8, 12])])
+    def test_another_v_syncs_when_the_weights_at_hand_are_used_up(self, folder, v, syncs):
+        """v = 4 was to sync before rollout 4; v = 6 would not, but then nobody would have its weights."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = fit(**settings(folder, v=v), ckpt_path=str(folder / "step=5.ckpt"))
+        assert sorted({0, *(record.step for record in run.data.engine.ledger)}) == sorted(set(syncs))
+
+    def test_other_micro_batches_train_alike(self, folder):
+        straight = fit(**settings(folder))
+        with pytest.warns(UserWarning, match="the gradient is the same but for rounding"):
+            run = fit(**settings(folder, trainer={"accumulate_grad_batches": 4}), ckpt_path=str(folder / "step=5.ckpt"))
+        assert run.trainer.global_step == 16
+        assert run.recorder.lags == straight.recorder.lags[5:]
+        assert largest_difference(straight.weights, run.weights) < 1e-5
+
+    def test_a_checkpoint_of_something_else(self, folder, tmp_path):
+        state = torch.load(folder / "step=5.ckpt", weights_only=True)
+        torch.save({name: value for name, value in state.items() if name != "grpo"}, tmp_path / "other.ckpt")
+        with pytest.raises(ResumeError, match="not written by a GRPOModule"):
+            fit(**settings(folder), ckpt_path=str(tmp_path / "other.ckpt"))
+        torch.save({name: v for name, v in state.items() if name != "RolloutDataModule"}, tmp_path / "half.ckpt")
+        with pytest.raises(ResumeError, match="holds no state of a RolloutDataModule"):
+            fit(**settings(folder), ckpt_path=str(tmp_path / "half.ckpt"))
+
+
+class TestDamage:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        fit(**settings(tmp_path, save=True, rollouts=2))
+        for step in (1, 2, 3, 4):  # as old as they say
+            os.utime(tmp_path / f"step={step}.ckpt", (step, step))
+        return tmp_path
+
+    def test_cut_short_or_changed_is_recognised(self, folder):
+        whole = (folder / "step=4.ckpt").read_bytes()
+        assert is_whole(folder / "step=4.ckpt")
+        for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+            (folder / "cut.ckpt").write_bytes(whole[:length])
+            assert not is_whole(folder / "cut.ckpt"), length
+        middle = len(whole) // 2
+        (folder / "cut.ckpt").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        assert not is_whole(folder / "cut.ckpt")
+
+    def test_the_one_before_is_used(self, folder):
+        assert newest_checkpoint(folder).name == "step=4.ckpt"
+        for step in (3, 4):
+            path = folder / f"step={step}.ckpt"
+            path.write_bytes(path.read_bytes()[:-100])
+            os.utime(path, (step, step))
+        with pytest.warns(UserWarning, match=r"damaged, so not used: step=4\.ckpt, step=3\.ckpt .* step=2\.ckpt"):
+            assert newest_checkpoint(folder).name == "step=2.ckpt"
+        for step in (1, 2):
+            (folder / f"step={step}.ckpt").write_bytes(b"")
+        with pytest.raises(FileNotFoundError, match=r"none of the 4 checkpoints in .* is whole"):
+            newest_checkpoint(folder)
+
+    def test_what_was_begun_is_swept_up(self, folder):
+        (folder / f"last.ckpt{PART}").write_bytes(b"half")
+        assert newest_checkpoint(folder).name == "step=4.ckpt"
+        sweep_parts(folder)
+        assert not list(folder.glob(f"*{PART}"))
+
+
+IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+can_mount = subprocess.run([*IN_A_NAMESPACE, "mount -t tmpfs none /mnt"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount, reason="needs user namespaces, to mount a small disk")
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_disk_that_fills_up_or_turns_read_only(tmp_path, fault):
+    """A real one, of 12 MiB. Training goes on to its end, says what could not be written, and counts it."""
+    (tmp_path / "disk").mkdir()
+    lgrpo = str(Path(sys.executable).parent / "lgrpo")
+    options = " ".join(SMALL) + " --run=disk/run --checkpoint.every_n_train_steps=5 --trainer.enable_progress_bar=false"
+    spoil = "dd if=/dev/zero of=disk/filler bs=1k" if fault == "full" else "mount -o remount,ro disk"
+    script = f"""
+        mount -t tmpfs -o size=12m none disk
+        (for i in $(seq 1200); do [ -e disk/run/checkpoints/last.ckpt ] && break; sleep 0.05; done; {spoil}) \
+            > /dev/null 2>&1 &
+        {lgrpo} fit {options} --trainer.log_every_n_steps=1
+        code=$?
+        cp -r disk/run kept
+        exit $code
+    """
+    done = subprocess.run([*IN_A_NAMESPACE, script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    reason = "No space left on device" if fault == "full" else "Read-only file system"
+    assert f"no checkpoint could be written to disk/run/checkpoints/step=10.ckpt ({reason})" in done.stderr
+    assert "CSVLogger failed" in done.stderr
+    assert "The run is in disk/run/" in done.stdout  # it got to its end
+    newest = newest_checkpoint(tmp_path / "kept" / "checkpoints")
+    assert torch.load(newest, weights_only=True)["global_step"] >= 5
+
+
+class BrokenLogger(CSVLogger):
+    """A logger whose service is down."""
+
+    def log_metrics(self, metrics, step=None):
+        raise ConnectionError("the service is down")
+
+
+def test_a_logger_that_fails(tmp_path):
+    loggers = [BrokenLogger(tmp_path, name="broken"), CSVLogger(tmp_path, name="metrics")]
+    with pytest.warns(UserWarning, match="BrokenLogger failed .ConnectionError: the service is down"):
+        run = fit(rollouts=3, trainer={"logger": loggers, "log_every_n_steps": 1})
+    assert run.trainer.global_step == 3
+    rows = read_series(tmp_path)
+    assert [step for step, _ in rows["train/loss"]] == [0, 1, 2]
+    assert rows["fault/logger_writes"] == [(1, 1.0), (2, 1.0)]  # counted in the next row
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    done = run_lgrpo(*SMALL, f"--run={folder}").wait(200)
+    assert done == 0
+    return folder
+
+
+def run_lgrpo(*options, **arguments):
+    command = [str(Path(sys.executable).parent / "lgrpo"), "fit", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **arguments)
+
+
+def wait_for_rows(run, number):
+    metrics = run / "metrics" / "version_0" / "metrics.csv"
+    for _ in range(2000):
+        if metrics.exists() and metrics.read_text().count("\n") > number:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run logged nothing")
+
+
+def assert_same_end(one, other):
+    ends = [torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) for run in (one, other)]
+    assert ends[0]["global_step"] == ends[1]["global_step"] == 30
+    for name, tensor in ends[0]["state_dict"].items():
+        assert torch.equal(tensor, ends[1]["state_dict"][name]), name
+    a, b = read_series(one), read_series(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name] == b[name] or name.startswith("time/"), name
+
+
+def test_sigterm_leaves_a_checkpoint_and_says_so_by_its_exit_code(tmp_path, straight):
+    run = tmp_path / "run"
+    process = run_lgrpo(*SMALL, f"--run={run}")
+    wait_for_rows(run, 8)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == RESUMABLE, output
+    assert "nothing is lost" in output
+    assert "Traceback" not in output
+    assert until_nobody_lives(lambda stat: int(stat[0]) == process.pid)
+    process = run_lgrpo(*SMALL, f"--run={run}", "--ckpt_path=last")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert_same_end(straight, run)
+
+
+def test_slurm_requeues_through_lightnings_plugin(tmp_path, straight):
+    """SLURM's part is played by the environment it sets and a scontrol that takes note."""
+    run, tools = tmp_path / "run", tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    (tools / "srun").write_text("#!/bin/sh\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "grpo", "SLURM_PROCID": "0"}
+    slurm |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "1"}
+    environment = {**os.environ, **slurm, "PATH": f"{tools}:{os.environ['PATH']}"}
+    options = [*SMALL, f"--run={run}", "--trainer.num_nodes=1"]
+    process = run_lgrpo(*options, env=environment)
+    wait_for_rows(run, 8)
+    process.send_signal(signal.SIGUSR1)  # a minute before the job's time is over, say
+    for _ in range(600):
+        if (tmp_path / "requeued").exists():
+            break
+        time.sleep(0.1)
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n"
+    process.kill()  # as SLURM does
+    process.communicate()
+    (saved,) = run.glob("hpc_ckpt_*.ckpt")
+    assert is_whole(saved)
+    process = run_lgrpo(*options, env=environment)  # the very same command
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert_same_end(straight, run)
+
+
+class Constant(Reward):
+    """Everybody is right."""
+
+    is_inline = True
+
+    def score(self, prompt, completion):
+        return 1.0
+
+
+@pytest.mark.parametrize("dynamic", [None, DynamicSampling(max_rounds=2)])
+def test_rewards_that_never_vary(dynamic):
+    """Nothing to learn: no step is made, nothing waits, nothing is NaN."""
+    task = SortDigits(num_digits=2, num_held_out=20, reward=Constant())
+    data = {"task": task} | ({"dynamic_sampling": dynamic} if dynamic else {})
+    before = build(data=data)
+    run = fit(rollouts=3, data=data, callbacks=[ZeroVarianceMask()], loss=ClippedLoss(kl_coef=0.1))
+    assert largest_difference(before.weights, run.weights) == 0
+    assert [row["train/step_skipped"] for row in run.logged] == [1.0] * 3
+    assert all(row["train/loss"] == 0 for row in run.logged)
+    if dynamic:
+        assert all(row["rollout/resampled_fraction"] == 2 for row in run.logged)
+
+
+class KillWorkers(RolloutCallback):
+    """All reward workers die, and the process they are forked from, before every other rollout."""
+
+    def on_rollout_start(self, trainer, pl_module, rollout):
+        pool = trainer.datamodule._scorers[""].reward.leaves()[0]._pool if rollout else None
+        if pool is not None and rollout % 2:
+            for worker in list(pool.workers):
+                os.kill(worker.pid, signal.SIGKILL)
+            pool.nursery.process.kill()
+
+
+def test_all_reward_workers_dead(monkeypatch):
+    from tests.rewards.hostile import Fussy
+
+    task = SortDigits(num_digits=2, num_held_out=20, reward=Fussy())
+    run = fit(rollouts=5, data={"task": task}, callbacks=[KillWorkers()])
+    assert run.trainer.global_step == 5
+    assert all(row.get("reward/crashes", 0.0) == 0 for row in run.logged)
+
+
+def test_checkpoints_are_small_and_hold_the_reference_once(tmp_path):
+    run = fit(**settings(tmp_path, save=True, rollouts=1))
+    state = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
+    names = [name for name in state["state_dict"] if name.startswith("reference.")]
+    assert len(names) == len(list(run.module.policy.parameters()))
+    assert "reference" not in str(state["RolloutDataModule"].keys())
+
+
+def test_what_is_written_loads_without_executing(tmp_path):
+    fit(**settings(tmp_path, save=True, rollouts=1))
+    for path in tmp_path.rglob("*.ckpt"):
+        torch.load(path, weights_only=True)
+
+
+def test_csv_and_config_of_every_attempt_stay(straight):
+    with (straight / "metrics" / "version_0" / "metrics.csv").open() as file:
+        assert len(list(csv.DictReader(file))) >= 30
+    assert (straight / "config.yaml").exists()
+    assert shutil.disk_usage(straight).free > 0
+
+
+def test_an_interrupt_handler_leaves_the_signals_as_they_were():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    fit(rollouts=1, callbacks=[GracefulInterrupt()])
+    assert {number: signal.getsignal(number) for number in before} == before
