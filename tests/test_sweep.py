@@ -267,10 +267,10 @@ def test_ctrl_c_lets_runs_write_their_checkpoints(tmp_path):
     command = [sys.executable, "-m", "lgrpo.cli", "sweep", str(path), f"--out={out}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     begun = out / "long" / "seed-3" / "metrics" / "version_0" / "metrics.csv"
-    for _ in range(600):
-        if begun.exists() and begun.read_text().count("\n") > 3:
-            break
+    deadline = time.monotonic() + 300
+    while not (begun.exists() and begun.read_text().count("\n") > 3):
         assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=120)
