@@ -329,6 +329,8 @@ def score(args: list[str]) -> None:
         raise SystemExit(f"lgrpo: --out {out} is to be a .parquet file")
     if out.exists():
         raise SystemExit(f"lgrpo: {out} exists already, and nothing is overwritten: choose another --out")
+    if not any(argument.startswith(("--config", "-c", "--data.task")) for argument in others):
+        raise SystemExit("lgrpo: the task of a config scores: say which by --config FILE")
     cli = LGRPOCLI(others, run=False)
     data = cli.datamodule
     try:

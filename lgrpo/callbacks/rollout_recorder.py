@@ -72,11 +72,12 @@ class RolloutRecorder(RolloutCallback):
     def _about(self, trainer: L.Trainer, data: RolloutOwner) -> dict[str, Any]:
         config = policy_owner(trainer).policy_weights().config
         settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
+        name = config.name_or_path or ""
         return {
             "task": f"{type(data.task).__module__}.{type(data.task).__qualname__}",
             "model": {
                 "type": config.model_type,
-                "name": os.path.basename(config.name_or_path or ""),
+                "name": Path(name).name if os.path.isdir(name) else name,  # a folder's place is nobody's business
                 "fingerprint": hashlib.sha256(settings.encode()).hexdigest()[:16],
             },
             "tokenizer": tokenizer_fingerprint(data.tokenizer),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines.base import Sampling
@@ -28,7 +29,9 @@ def check_sampling(recording: Recording, sampling: Sampling) -> None:
 
 def tokenised(recording: Recording, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
     """The table with token ids for every completion: those of a text are the policy's tokenizer's, its end included."""
-    table = recording.table
+    table = recording.table.combine_chunks()  # rows are then found at once, however many files there were
+    if table["token_ids"].null_count == 0 and not recording.has_strangers:
+        return table
     columns = (table[name].to_pylist() for name in ("completion", "token_ids", "finish_reason"))
     ids: list[list[int]] = []
     for row, (text, token_ids, finish_reason) in enumerate(zip(*columns, strict=True)):
@@ -56,11 +59,12 @@ def token_ids_of(text: str, finish_reason: str, tokenizer: PreTrainedTokenizerBa
 
 def check_lengths(recording: Recording, max_tokens: int) -> None:
     """Refuses completions that are empty, or longer than the run allows."""
-    for row, token_ids in enumerate(recording.table["token_ids"].to_pylist()):
-        if not token_ids:
+    lengths = pc.list_value_length(recording.table["token_ids"]).to_pylist()
+    for row, length in enumerate(lengths):
+        if length == 0:
             raise ValueError(f"completion {row} of {recording.name} is empty: there is nothing to train on")
-        if len(token_ids) > max_tokens:
+        if length > max_tokens:
             raise ValueError(
-                f"completion {row} of {recording.name} has {len(token_ids)} tokens, but data.sampling.max_tokens is "
-                f"{max_tokens}: raise it"
+                f"completion {row} of {recording.name} has {length} tokens, but data.sampling.max_tokens is "
+                f"{max_tokens}: raise it to {max(lengths)}"
             )

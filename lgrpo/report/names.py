@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 _ROLLOUT = [
@@ -41,16 +41,20 @@ _TIME = ["sync", "generate", "score", "wait", "update", "trainer_idle_share", "e
 _VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference"]
 
 
-def metric_names(num_samples: int, benchmarks: Iterable[str] = ()) -> list[str]:
-    """Every name the page of metrics has, the parts of a reward apart (``reward/NAME``), for a run's evaluation.
+def metric_names(num_samples: Mapping[str, int]) -> list[str]:
+    """Every name the page of metrics has, the parts of a reward apart (``reward/NAME``).
 
-    >>> [name for name in metric_names(4) if "@" in name]
-    ['val/pass@1', 'val/pass@1_stderr', 'val/pass@1_over_reference', 'val/pass@2', 'val/pass@4', 'val/maj@4']
+    Args:
+        num_samples: Of each task that is validated on, by its name; the run's own has none.
+
+    >>> [name for name in metric_names({"": 5, "aime": 2}) if "j@" in name or "s@" in name and "1" not in name]
+    ['val/pass@2', 'val/pass@4', 'val/pass@5', 'val/maj@4', 'val/maj@5', 'val/aime/pass@2']
     """
-    powers = [2**n for n in range(1, num_samples.bit_length()) if 2**n <= num_samples]
-    validation = [*_VALIDATION, *(f"pass@{k}" for k in powers), *(f"maj@{k}" for k in powers if k >= 4)]
-    rooms = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME, "val": validation}
-    rooms |= {f"val/{name}": validation for name in benchmarks}
+    rooms = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME}
+    for task, count in num_samples.items():
+        several = sorted({2**n for n in range(1, count.bit_length())} | ({count} - {1}))
+        at_k = [f"pass@{k}" for k in several] + [f"maj@{k}" for k in several if k > 2]
+        rooms[f"val/{task}" if task else "val"] = [*_VALIDATION, *at_k]
     return [f"{room}/{name}" for room, names in rooms.items() for name in names]
 
 

@@ -50,7 +50,8 @@ def _names(config: Namespace) -> list[str]:
 
 
 def _check_metrics(grid: Grid, arm: Arm, config: Namespace) -> None:
-    names = metric_names(config.data.evaluation.num_samples, config.data.benchmarks or {})
+    others = {name: benchmark.num_samples for name, benchmark in (config.data.benchmarks or {}).items()}
+    names = metric_names({"": config.data.evaluation.num_samples} | others)
     for metric in grid.metrics:
         is_part_of_reward = metric.startswith("reward/")  # whose parts only the run knows
         if metric not in names and metric not in grid.own_metrics and not is_part_of_reward:

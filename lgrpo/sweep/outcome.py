@@ -105,6 +105,7 @@ def draw_outcome(outcome: Outcome, path: Path) -> None:
         for arm in arms:
             _draw_curve(left, outcome, arm, metric, colours[arm])
         left.set(xlabel="optimizer step", ylabel=metric, title="over the run")
+        left.xaxis.get_major_locator().set_params(integer=True)
         left.legend(frameon=False, fontsize="small")
         means = {arm: outcome.mean(arm, metric) for arm in arms}
         dots = {arm: outcome.values(arm, metric) for arm in arms}

@@ -106,6 +106,8 @@ def test_what_cannot_be_scored(recorded, tmp_path):
     with pytest.raises(SystemExit, match=r"lgrpo: the reward reads \['answer'\], but the recorded row of prompt 'what"):
         main(["score", foreign, f"--config={TINY}"])
     assert not (tmp_path / "foreign-scored.parquet").exists()
+    with pytest.raises(SystemExit, match="say which by --config FILE"):
+        main(["score", foreign])
     with pytest.raises(SystemExit, match="no recorded rollouts at"):
         main(["score", str(tmp_path / "nowhere"), f"--config={TINY}"])
     with pytest.raises(SystemExit, match=r"is to be a \.parquet file"):
