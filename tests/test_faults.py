@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -377,14 +375,14 @@ class KillWorkers(RolloutCallback):
     """All reward workers die, and the process they are forked from, before every other rollout."""
 
     def on_rollout_start(self, trainer, pl_module, rollout):
-        pool = trainer.datamodule._scorers[""].reward.leaves()[0]._pool if rollout else None
+        pool = trainer.datamodule._scorers[""].reward._pool
         if pool is not None and rollout % 2:
             for worker in list(pool.workers):
                 os.kill(worker.pid, signal.SIGKILL)
             pool.nursery.process.kill()
 
 
-def test_all_reward_workers_dead(monkeypatch):
+def test_all_reward_workers_dead():
     from tests.rewards.hostile import Fussy
 
     task = SortDigits(num_digits=2, num_held_out=20, reward=Fussy())
@@ -394,10 +392,11 @@ def test_all_reward_workers_dead(monkeypatch):
 
 
 def test_checkpoints_are_small_and_hold_the_reference_once(tmp_path):
-    run = fit(**settings(tmp_path, save=True, rollouts=1))
+    fit(**settings(tmp_path, save=True, rollouts=1))
     state = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
-    names = [name for name in state["state_dict"] if name.startswith("reference.")]
-    assert len(names) == len(list(run.module.policy.parameters()))
+    own = {room: sum(name.startswith(room) for name in state["state_dict"]) for room in ("policy.", "reference.")}
+    assert own["policy."] == own["reference."] > 0
+    assert len(state["state_dict"]) == sum(own.values())
     assert "reference" not in str(state["RolloutDataModule"].keys())
 
 
@@ -405,13 +404,6 @@ def test_what_is_written_loads_without_executing(tmp_path):
     fit(**settings(tmp_path, save=True, rollouts=1))
     for path in tmp_path.rglob("*.ckpt"):
         torch.load(path, weights_only=True)
-
-
-def test_csv_and_config_of_every_attempt_stay(straight):
-    with (straight / "metrics" / "version_0" / "metrics.csv").open() as file:
-        assert len(list(csv.DictReader(file))) >= 30
-    assert (straight / "config.yaml").exists()
-    assert shutil.disk_usage(straight).free > 0
 
 
 def test_an_interrupt_handler_leaves_the_signals_as_they_were():

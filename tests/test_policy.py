@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from lgrpo import CausalPolicy
+from lgrpo import CausalPolicy, ClippedLoss
+from lgrpo.losses import PolicyLogprobs
 from lgrpo.policy import character_tokenizer
+from lgrpo.types import StepTotals
 from tests.helpers import CHARACTERS, MODEL, a_batch, fit, tiny_policy
 
 
@@ -267,3 +269,89 @@ class TestPacking:
         padded = policy.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[0, -1]
         alone = policy.model(input_ids=ids[:1, 2:]).logits[0, -1]
         assert torch.allclose(padded, alone, atol=1e-5)
+
+
+def a_rollout(size=12, width=20, group_size=4, seed=0):
+    """Rows of mixed lengths, siblings with one prompt, a group out of the loss."""
+    batch = a_batch(size=size, width=width, group_size=group_size, seed=seed)
+    for row in range(size):
+        first = row // group_size * group_size
+        start = int(batch.completion_mask[first].int().argmax())
+        end = max(int(batch.lengths[row]), start + 1)
+        batch.tokens[row, :start] = batch.tokens[first, :start]
+        batch.attention_mask[row] = torch.arange(width) < end
+        batch.completion_mask[row] = batch.attention_mask[row] & (torch.arange(width) >= start)
+    batch.loss_mask = batch.completion_mask.clone()
+    if size > group_size:
+        batch.loss_mask[group_size : 2 * group_size] = False
+    batch.behaviour_logprobs = torch.where(batch.completion_mask, -2.5 - torch.rand(size, width), 0.0)
+    batch.advantages = torch.where(batch.completion_mask, torch.randn(size, 1), 0.0)
+    tokens = float(batch.completion_mask.sum())
+    batch.totals = StepTotals(
+        all_tokens=tokens, live_tokens=float(batch.loss_mask.sum()), all_sequences=size, live_sequences=size
+    )
+    return batch
+
+
+def gradients_of(policy, batch, logprobs):
+    """Of the clipped loss."""
+    policy.zero_grad()
+    loss = ClippedLoss(1.0, 10.0)(batch, PolicyLogprobs(policy=logprobs, entropy=torch.zeros_like(logprobs))).loss
+    loss.backward()
+    return {name: p.grad.clone() for name, p in policy.named_parameters()}
+
+
+def padded_logprobs(policy, batch, side):
+    """The plain way: whole rows, padded on a side, all logits, nothing packed, chunked or compiled."""
+    size, width = batch.tokens.shape
+    shift = (width - batch.lengths)[:, None] * (side == "left")
+    column = torch.arange(width)
+    places = (column - shift) % width  # a row's token for each column
+    tokens, mask = batch.tokens.gather(1, places), batch.attention_mask.gather(1, places)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = policy.model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions).logits
+    logprobs = torch.log_softmax(logits[:, :-1], -1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    whole = torch.cat([torch.zeros(size, 1), logprobs], 1).gather(1, (column + shift) % width)
+    return torch.where(batch.completion_mask, whole, 0.0)
+
+
+def relative_difference(a, b):
+    return max(float((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-12)) for name in b)
+
+
+class TestAgainstThePlainPath:
+    """Packed, chunked and compiled, in float32: the gradients of whole padded rows."""
+
+    def both(self, **settings):
+        policies = []
+        for own in ({"attention": "sdpa"}, {"chunk_size": 5} | settings):
+            torch.manual_seed(0)
+            policies.append(tiny_policy(config=MODEL | {"num_hidden_layers": 2}, **own))
+            policies[-1].build()
+        return policies
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    @pytest.mark.parametrize("shape", [(12, 20, 4), (8, 9, 2), (1, 12, 1)])
+    def test_packed_and_chunked(self, side, shape):
+        plain, packed = self.both()
+        batch = a_rollout(*shape)
+        expected = gradients_of(plain, batch, padded_logprobs(plain, batch, side))
+        got = gradients_of(packed, batch, packed(batch.tokens, batch.completion_mask, 1.0)[0])
+        assert relative_difference(got, expected) < 1e-5
+
+    def test_compiled_once_for_all_shapes(self):
+        plain, compiled = self.both(compile=True)
+
+        def check(size, width, group_size):
+            batch = a_rollout(size, width, group_size, seed=width)
+            expected = gradients_of(plain, batch, padded_logprobs(plain, batch, "right"))
+            got = gradients_of(compiled, batch, compiled(batch.tokens, batch.completion_mask, 1.0)[0])
+            assert relative_difference(got, expected) < 1e-5
+
+        graphs = torch._dynamo.utils.counters["stats"]
+        before = graphs["unique_graphs"]
+        check(12, 20, 4)
+        assert graphs["unique_graphs"] == before + 1, "all layers share one graph"
+        for shape in [(8, 14, 4), (20, 25, 5), (9, 11, 3), (6, 17, 2), (32, 31, 8)]:
+            check(*shape)
+        assert graphs["unique_graphs"] == before + 1

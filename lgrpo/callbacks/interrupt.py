@@ -106,7 +106,8 @@ class GracefulInterrupt(RolloutCallback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) in (self._handle, self._handle_requeue):  # Lightning puts its own back itself
+                signal.signal(number, handler)
         self._previous = {}
 
     def _listen(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:

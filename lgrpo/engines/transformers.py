@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal, final
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -16,11 +16,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import DynamicLayer
 
 from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, eos_ids, text_before_stop
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.functional import as_numbers, quick_products, stream_uniform, tensor_checksum
 from lgrpo.types import Completion, PolicyWeights, Prompt
+
+_ROOM = 64
+"""Tokens the cache makes room for at a time."""
 
 
 @final
@@ -98,8 +102,9 @@ class TransformersEngine(RolloutEngine):
         with quick_products(model.device, model.dtype):
             for start in range(0, len(prompts), at_a_time):
                 chunk = prompts[start : start + at_a_time]
-                for place, rows in _decode(model, chunk, num_samples, sampling, seed, tokenizer):
-                    groups[start + place] = [row.completion(tokenizer, sampling, step, version) for row in rows]
+                for place, drawn in _decode(model, chunk, num_samples, sampling, seed, tokenizer):
+                    rows = slice(place * num_samples, (place + 1) * num_samples)
+                    groups[start + place] = drawn.completions(rows, tokenizer, sampling, step, version)
                     if on_group is not None:
                         on_group(start + place, groups[start + place])
         return [groups[place] for place in range(len(prompts))]
@@ -109,26 +114,79 @@ class TransformersEngine(RolloutEngine):
         self._model = None
 
 
-class _Row:
-    """What has been drawn for one completion so far."""
+class _RoomyLayer(DynamicLayer):
+    """Keys and values with room for tokens to come, where transformers' own layer copies them all at every token."""
 
-    __slots__ = ("finish_reason", "logprobs", "token_ids")
+    _room: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.finish_reason: Literal["stop", "length"] | None = None
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        before = self.get_seq_length()
+        after = before + key_states.shape[-2]
+        if self._room is None or self._room[0].shape[-2] < after:
+            self._room = _with_room(self.keys, key_states, after), _with_room(self.values, value_states, after)
+        self._room[0][..., before:after, :] = key_states
+        self._room[1][..., before:after, :] = value_states
+        self.keys, self.values = (room[..., :after, :] for room in self._room)
+        return self.keys, self.values
 
-    def completion(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, step: int, version: int) -> Completion:
-        text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            text=text_before_stop(text, sampling.stop or []),
-            finish_reason=self.finish_reason or "length",
-            behaviour_step=step,
-            version=version,
-        )
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._room = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._room = None
+
+
+def _with_room(held: Tensor, states: Tensor, length: int) -> Tensor:
+    """What is held, with place behind it."""
+    *size, _, width = states.shape
+    room = states.new_empty(*size, length + _ROOM, width)
+    if held.numel():
+        room[..., : held.shape[-2], :] = held
+    return room
+
+
+def _cache(config: PretrainedConfig) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """What has been drawn of some completions so far."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    lengths: list[int]
+    finish_reasons: list[Literal["stop", "length"]]
+
+    @classmethod
+    def nothing(cls, count: int, max_tokens: int, device: torch.device) -> _Drawn:
+        tokens = torch.zeros(count, max_tokens, dtype=torch.int64, device=device)
+        return cls(tokens, torch.zeros_like(tokens, dtype=torch.float32), [0] * count, ["length"] * count)
+
+    def completions(
+        self, rows: slice, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, step: int, version: int
+    ) -> list[Completion]:
+        found = []
+        whole = self.tokens[rows].tolist(), self.logprobs[rows].tolist(), self.lengths[rows], self.finish_reasons[rows]
+        for tokens, logprobs, length, reason in zip(*whole, strict=True):
+            text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
+            found.append(
+                Completion(
+                    token_ids=tokens[:length],
+                    logprobs=logprobs[:length],
+                    text=text_before_stop(text, sampling.stop or []),
+                    finish_reason=reason,
+                    behaviour_step=step,
+                    version=version,
+                )
+            )
+        return found
 
 
 def _decode(
@@ -138,9 +196,9 @@ def _decode(
     sampling: Sampling,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[tuple[int, list[_Row]]]:
-    """The place of each prompt and its rows, as soon as the last of these ends. Siblings share their prompt's run."""
-    device, stop, eos = model.device, sampling.stop or [], eos_ids(model.config, tokenizer)
+) -> Iterator[tuple[int, _Drawn]]:
+    """The place of each prompt, as soon as the last of its rows ends. Siblings share their prompt's run."""
+    device, eos = model.device, torch.tensor(sorted(eos_ids(model.config, tokenizer)), device=model.device)
     longest = max(len(p.token_ids) for p in prompts)
     tokens = torch.full((len(prompts), longest), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -150,7 +208,7 @@ def _decode(
     tokens, mask = tokens.to(device), mask.to(device)
     padded = bool((mask == 0).any())
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
+    cache = _cache(model.config)
     output = model(
         input_ids=tokens,
         attention_mask=mask if padded else None,
@@ -162,26 +220,33 @@ def _decode(
     cache.batch_repeat_interleave(num_samples)
     mask = mask.repeat_interleave(num_samples, 0)
     lengths = mask.sum(1)
-    rows = [_Row() for _ in range(len(prompts) * num_samples)]
+    so_far = _Drawn.nothing(len(mask), sampling.max_tokens, device)
     unfinished = [num_samples] * len(prompts)
-    alive = torch.arange(len(rows), device=device)
+    alive = torch.arange(len(mask), device=device)
+    is_open = torch.ones(len(mask), dtype=torch.bool, device=device)  # of those alive
     prompt_positions = torch.tensor([p.position for p in prompts], device=device).repeat_interleave(num_samples)
     siblings = torch.arange(num_samples, device=device).repeat(len(prompts))
 
     for t in range(sampling.max_tokens):
         uniform = stream_uniform(seed, prompt_positions[alive], siblings[alive], t)
         drawn, logprobs = draw(logits.float(), sampling, uniform)
-        going_on, ended = _record(rows, alive, drawn, logprobs, t, sampling, stop, tokenizer, eos)
-        for place, count in Counter(row // num_samples for row in ended).items():
-            unfinished[place] -= count
+        so_far.tokens[alive, t], so_far.logprobs[alive, t] = drawn, logprobs
+        stops = is_open & _stops(so_far.tokens[:, : t + 1], alive, sampling.stop or [], tokenizer, eos)
+        ends = is_open if t + 1 == sampling.max_tokens else stops
+        for row, has_stopped in zip(alive[ends].tolist(), stops[ends].tolist(), strict=True):
+            so_far.lengths[row], so_far.finish_reasons[row] = t + 1, "stop" if has_stopped else "length"
+            place = row // num_samples
+            unfinished[place] -= 1
             if unfinished[place] == 0:
-                yield place, rows[place * num_samples : (place + 1) * num_samples]
-        if not going_on:
+                yield place, so_far
+        is_open = is_open & ~ends
+        going_on = is_open.nonzero().squeeze(1)
+        if not len(going_on):
             break
         if len(going_on) <= len(alive) // 2:  # decode only what is still alive
-            kept = torch.tensor(going_on, device=device)
-            alive, drawn, mask, lengths = alive[kept], drawn[kept], mask[kept], lengths[kept]
-            cache.batch_select_indices(kept)
+            alive, drawn, mask, lengths = alive[going_on], drawn[going_on], mask[going_on], lengths[going_on]
+            is_open = is_open[going_on]
+            cache.batch_select_indices(going_on)
         if padded:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         logits = model(
@@ -212,34 +277,11 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def _record(
-    rows: list[_Row],
-    alive: Tensor,
-    drawn: Tensor,
-    logprobs: Tensor,
-    t: int,
-    sampling: Sampling,
-    stop: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    eos: set[int],
-) -> tuple[list[int], list[int]]:
-    """Writes one token to each unfinished row; the places in ``alive`` of the rows that go on, the rows that end."""
-    going_on, ended = [], []
-    tail = 4 * max((len(s) for s in stop), default=0) + 4  # a character is at most four byte-level tokens
-    for place, (row_index, token, logprob) in enumerate(
-        zip(alive.tolist(), drawn.tolist(), logprobs.tolist(), strict=True)
-    ):
-        row = rows[row_index]
-        if row.finish_reason is not None:
-            continue
-        row.token_ids.append(token)
-        row.logprobs.append(logprob)
-        if token in eos or (stop and any(s in tokenizer.decode(row.token_ids[-tail:]) for s in stop)):
-            row.finish_reason = "stop"
-        elif t + 1 == sampling.max_tokens:
-            row.finish_reason = "length"
-        if row.finish_reason is None:
-            going_on.append(place)
-        else:
-            ended.append(row_index)
-    return going_on, ended
+def _stops(drawn: Tensor, alive: Tensor, stop: list[str], tokenizer: PreTrainedTokenizerBase, eos: Tensor) -> Tensor:
+    """Which of the rows alive end with what was drawn last: an end of sequence, or the last token of a stop string."""
+    stops = torch.isin(drawn[alive, -1], eos)
+    if stop:
+        tail = 4 * max(len(s) for s in stop) + 4  # a character is at most four byte-level tokens
+        texts = [tokenizer.decode(tokens) for tokens in drawn[alive, -tail:].tolist()]
+        stops |= torch.tensor([any(s in text for s in stop) for text in texts], device=stops.device)
+    return stops

@@ -35,8 +35,8 @@ def chunked_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """``token_logprobs(head(hidden), targets)`` for hidden [N, H], holding logits of ``chunk_size`` tokens at a time.
 
-    The backward pass computes each chunk's logits again, so the peak is one chunk there too. The entropy carries a
-    gradient only where it is asked for.
+    The backward pass computes each chunk's logits again, so the peak is one chunk there too; a single one is
+    kept. The entropy carries a gradient only where it is asked for.
 
     >>> hidden, head = torch.eye(3), torch.nn.Linear(3, 3, bias=False)
     >>> whole = token_logprobs(head(hidden), torch.tensor([0, 1, 2]))[0]
@@ -47,9 +47,9 @@ def chunked_token_logprobs(
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(head(h), t, temperature, entropy_gradient)
 
-    pieces = []
+    pieces, is_one = [], len(hidden) <= chunk_size
     for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_one:
             pieces.append(checkpoint(chunk, h, t, use_reentrant=False))
         else:
             pieces.append(chunk(h, t))

@@ -22,13 +22,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.stages import matmul_peak
+from tests.benchmarks.stages import STAGES, matmul_peak
 from tests.benchmarks.workload import SHAPES, make_model
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,25 +100,26 @@ def compare(options: argparse.Namespace, sweep: str | None = None) -> dict[str, 
 
 
 def table(run: dict[str, Any]) -> str:
-    """A run as Markdown."""
-    systems = [s for s in ("lgrpo", "trl") if "stages" in run.get(s, {})]
-    figures = [run[s] for s in systems]
+    """A run as Markdown. A figure that was not measured stays empty."""
+    systems = [system for system in ("lgrpo", "trl") if "step_seconds" in run.get(system, {})]
     names = {"lgrpo": "lgrpo", "trl": "TRL"}
     lines = ["| | " + " | ".join(names[s] for s in systems) + " |", "|---|" + "---:|" * len(systems)]
 
-    def row(name: str, cells: list[str]) -> None:
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    def row(name: str, needs: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        cells = [cell(run[s]) if needs in run[s] else "" for s in systems]
+        if any(cells):
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
 
-    row("whole step, s", [f"{f['step_seconds']:.3f} ({min(f['steps']):.3f}–{max(f['steps']):.3f})" for f in figures])
-    for stage in figures[0]["stages"]:
-        cells = []
-        for f in figures:
-            speed = f["tokens_per_second"].get(stage)
-            cells.append(f"{f['stages'][stage]:.4f}" + (f" ({speed:,.0f} tok/s)" if speed and stage != "score" else ""))
-        row(f"– {stage}", cells)
-    row("update, share of the peak (6N)", [f"{f['update_mfu']:.1%}" for f in figures])
-    row("own time (no model, engine or reward)", [f"{f['own_seconds']:.4f} ({f['own_share']:.1%})" for f in figures])
-    row("peak memory, GiB", [f"{f['peak_gib']:.2f}" for f in figures])
+    def stage_cell(figures: dict[str, Any], stage: str) -> str:
+        seconds, speed = figures["stages"].get(stage, 0.0), figures["tokens_per_second"].get(stage)
+        return f"{seconds:.3g}" + (f" ({speed:,.0f} tok/s)" if speed and stage != "score" else "")
+
+    row("whole step, s", "steps", lambda f: f"{f['step_seconds']:.3g} ({min(f['steps']):.3g}–{max(f['steps']):.3g})")
+    for stage in STAGES:
+        row(f"– {stage}", "stages", lambda f, stage=stage: stage_cell(f, stage))
+    row("update, share of the peak (6N)", "update_mfu", lambda f: f"{f['update_mfu']:.1%}")
+    row("own time", "own_share", lambda f: f"{f['own_seconds']:.3g} ({f['own_share']:.1%})")
+    row("peak memory, GiB", "peak_gib", lambda f: f"{f['peak_gib']:.3g}")
     return "\n".join(lines)
 
 

@@ -83,19 +83,15 @@ def prescribe_embedded(given: Sequence[int]) -> None:
     """In ``lgrpo.engines.TransformersEngine``: a row ends at its length, and at no token."""
     from lgrpo.engines import transformers as embedded
 
-    record, first = embedded._record, [0, 0]  # of this call and of the next
+    first, lengths_here = [0, 0], [torch.tensor([])]  # of this call and of the next
 
-    def prescribed(rows: Any, alive: Any, drawn: Any, logprobs: Any, t: int, *rest: Any) -> tuple[list[int], list[int]]:
-        if t == 0:
-            first[:] = first[1], first[1] + len(rows)
-        going_on, _ = record(rows, alive, drawn, logprobs, t, *rest[:-1], set())
-        names = alive.tolist()
-        ended = [names[p] for p in range(len(names)) if given[first[0] + names[p]] == t + 1]
-        for row in ended:
-            rows[row].finish_reason = "length"
-        return [place for place in going_on if given[first[0] + names[place]] > t + 1], ended
+    def prescribed(drawn: torch.Tensor, alive: torch.Tensor, *_: Any) -> torch.Tensor:
+        if drawn.shape[1] == 1:
+            first[:] = first[1], first[1] + len(drawn)
+            lengths_here[0] = torch.tensor(given[first[0] : first[1]])
+        return lengths_here[0][alive] == drawn.shape[1]
 
-    embedded._record = prescribed
+    embedded._stops = prescribed
 
 
 def prescribe_generate(model: Any, eos: Sequence[int], given: Sequence[int]) -> None:

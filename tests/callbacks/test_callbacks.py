@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import lightning as L
 import pytest
 import torch
 
 from lgrpo import (
+    CausalPolicy,
     ClippedLoss,
     Evaluation,
     ReferenceRefresh,
@@ -71,6 +73,32 @@ class TestReferenceRefresh:
 
     def test_no_reference_without_kl(self):
         assert fit().module.reference is None
+
+    @pytest.mark.parametrize("i", [1, 3])
+    def test_one_pass_of_the_reference_serves_all_passes_over_a_rollout(self, monkeypatch, i):
+        settings = {"v": 1, "i": i, "rollouts": 3, "loss": ClippedLoss(kl_coef=0.1)}
+        settings["trainer"] = {"accumulate_grad_batches": 2}
+
+        class Forgets(L.Callback):
+            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+                pl_module._reference_logprobs.clear()
+
+        asked = {}
+        forward = CausalPolicy.forward
+
+        def counted(policy, *arguments, **options):
+            is_trained = next(policy.parameters()).requires_grad
+            asked[name, is_trained] = asked.get((name, is_trained), 0) + 1
+            return forward(policy, *arguments, **options)
+
+        monkeypatch.setattr(CausalPolicy, "forward", counted)
+        name = "kept"
+        kept = fit(callbacks=[ReferenceRefresh(1)], **settings)
+        name = "forgotten"
+        forgotten = fit(callbacks=[ReferenceRefresh(1), Forgets()], **settings)
+        assert asked["kept", True] == asked["forgotten", True] == asked["forgotten", False] == 3 * i * 2
+        assert asked["kept", False] == 3 * 2
+        assert largest_difference(kept.weights, forgotten.weights) == 0
 
 
 class TestZeroVarianceMask:

@@ -1,0 +1,76 @@
+"""Has lgrpo become slower? ``python -m tests.benchmarks.check NEW.json [KEPT.json]``
+
+Compares a new result of ``tests.benchmarks.step`` with the kept one of the same name (or the one given). Seconds depend
+on the machine and on who else uses it, so only ratios of figures that were measured in the same run are compared: the
+speed and the memory beside TRL's, the framework's own share of a step, and how a step grows along a sweep. Ends with 1
+where one of them is worse than it was by more than the tolerance, and with 2 where there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+SAME = ("workload", "v", "prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens")
+OWN_SHARE = 0.05
+"""So much of a step the framework's own time may grow by."""
+
+
+def ratios(results: dict[str, Any]) -> dict[str, float]:
+    """Every figure that can be compared, by a name that says what was measured; more is worse."""
+    found, first = {}, dict[str, float]()
+    for run in results["runs"]:
+        settings = run["settings"]
+        name = f"{results['device']}, {results['model']}, {settings['workload']} lengths"
+        name += "".join(f", {field} {settings[field]}" for field in SAME[1:] if settings.get(field) is not None)
+        ours, peer = run.get("lgrpo", {}), run.get("trl", {})
+        if "step_seconds" in ours and "step_seconds" in peer:
+            found[f"time of a step over TRL's: {name}"] = ours["step_seconds"] / peer["step_seconds"]
+            if "peak_gib" in ours and "peak_gib" in peer:
+                found[f"memory over TRL's: {name}"] = ours["peak_gib"] / peer["peak_gib"]
+        if "own_share" in ours:
+            found[f"own share of a step: {name}"] = ours["own_share"]
+        if (sweep := run.get("sweep")) and "step_seconds" in ours:
+            start = first.setdefault(sweep, ours["step_seconds"])
+            if start != ours["step_seconds"]:
+                found[f"time of a step over the first of the sweep of {sweep}: {name}"] = ours["step_seconds"] / start
+    return found
+
+
+def worse(new: dict[str, float], kept: dict[str, float], tolerance: float) -> list[str]:
+    """What became worse, a line each."""
+    lines = []
+    for name in sorted(new.keys() & kept.keys()):
+        is_share = name.startswith("own share")
+        limit = kept[name] + OWN_SHARE if is_share else kept[name] * (1 + tolerance)
+        if new[name] > limit:
+            lines.append(f"{name}: {new[name]:.3f}, was {kept[name]:.3f}, and may be {limit:.3f}")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("kept", type=Path, nargs="?", help="by default the kept result of the same file name")
+    parser.add_argument("--tolerance", type=float, default=0.15, help="by which share a ratio may be worse")
+    options = parser.parse_args(arguments)
+    kept = options.kept or RESULTS / options.new.name
+    for path in (options.new, kept):
+        if not path.exists():
+            print(f"there is no {path}; kept are {', '.join(sorted(p.name for p in RESULTS.glob('step-*.json')))}")
+            return 2
+    new, old = (ratios(json.loads(path.read_text())) for path in (options.new, kept))
+    if not (common := new.keys() & old.keys()):
+        print(f"{options.new} and {kept} have no run in common: the settings differ")
+        return 2
+    lines = worse(new, old, options.tolerance)
+    print(*lines, f"{len(common)} ratios compared with {kept.name}, {len(lines)} worse", sep="\n")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

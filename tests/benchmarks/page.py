@@ -1,0 +1,152 @@
+"""The kept results of ``tests.benchmarks.step`` as tables and pictures: ``python -m tests.benchmarks.page``
+
+Fills what stands between ``<!-- NAME -->`` and ``<!-- end -->`` on ``tutorials/pages/speed.md``, and draws the pictures
+beside it. The words of the page are written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.step import RESULTS, table
+
+PAGE = Path(__file__).parents[2] / "tutorials" / "pages" / "speed.md"
+COLOURS = {"generate": "#1f77b4", "score": "#9467bd", "sync": "#2ca02c", "update": "#d95f02", "rest": "#7f7f7f"}
+NAMES = {"lgrpo": "lgrpo", "trl": "TRL"}
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Every kept result, by the name of its file behind ``step-``."""
+    return {p.stem.removeprefix("step-"): json.loads(p.read_text()) for p in sorted(RESULTS.glob("step-*.json"))}
+
+
+def main_runs(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run for run in result["runs"] if run["sweep"] is None]
+
+
+def describe(name: str, result: dict[str, Any]) -> str:
+    """The tables of a result."""
+    blocks = []
+    for run in main_runs(result):
+        s = run["settings"]
+        tokens = (
+            f"{s['completion_tokens']} tokens each"
+            if s["workload"] == "fixed"
+            else f"log-normal lengths, mean {s['mean_tokens']:g}, at most {s['cap_tokens']}"
+        )
+        title = (
+            f"**{result['model']}, {s['workload']} lengths**: {s['prompts']} prompts of {s['prompt_tokens']} tokens × "
+            f"{s['group']} completions, {tokens}; v = {s['v']}, micro-batches: {s['micro_batches']}; "
+            f"steps: {s['steps']} after {s['warm_up']}"
+        )
+        title += f". Ratio to TRL: **{run['ratio']:.2f}**" if "ratio" in run else ""
+        blocks.append(f"{title}\n\n{table(run)}")
+    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
+    source = f"{result['machine']}; {versions}; [figures](../../tests/benchmarks/results/step-{name}.json)."
+    return "\n\n".join([*blocks, source])
+
+
+def sweeps(result: dict[str, Any]) -> str:
+    """Seconds of a step along each sweep."""
+    blocks = []
+    for sweep, field in (("v", "v"), ("group", "group"), ("length", "completion_tokens")):
+        runs = [run for run in result["runs"] if run["sweep"] == sweep and "step_seconds" in run.get("lgrpo", {})]
+        if not runs:
+            continue
+        title = {"v": "v", "group": "G", "length": "completion tokens"}[sweep]
+        lines = [f"| {title} | " + " | ".join(str(run["settings"][field]) for run in runs) + " |"]
+        lines.append("|---|" + "---:|" * len(runs))
+        for system, label in NAMES.items():
+            if all("step_seconds" in run.get(system, {}) for run in runs):
+                lines.append(f"| {label}, s | " + " | ".join(f"{r[system]['step_seconds']:.3f}" for r in runs) + " |")
+        if sweep == "v" and all("ratio" in run for run in runs):
+            lines.append("| ratio | " + " | ".join(f"{run['ratio']:.2f}" for run in runs) + " |")
+        if sweep != "v":
+            tokens = [run["lgrpo"]["trained_tokens"] / run["lgrpo"]["step_seconds"] for run in runs]
+            lines.append("| tokens trained per second | " + " | ".join(f"{t:,.0f}" for t in tokens) + " |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def filled(text: str, results: dict[str, dict[str, Any]]) -> str:
+    """The page with its tables as the results have them."""
+    for name, result in results.items():
+        for marker, block in ((name, describe(name, result)), (f"sweeps of {name}", sweeps(result))):
+            pattern = rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)"
+            text = re.sub(pattern, lambda m, b=block: f"{m[1]}\n{b}\n\n{m[2]}", text, flags=re.DOTALL)
+    return text
+
+
+def draw_stages(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Stages of a step, TRL's whole step being 1."""
+    plt = _pyplot()
+    rows = [
+        (f"{NAMES[system]}\n{result['model']}, {run['settings']['workload']}", run[system], run["trl"]["step_seconds"])
+        for result in results.values()
+        for run in main_runs(result)
+        if "ratio" in run
+        for system in ("trl", "lgrpo")
+    ]
+    figure, axes = plt.subplots(figsize=(8, 0.55 * len(rows) + 1.3), layout="constrained")
+    for place, (_, figures, whole) in enumerate(reversed(rows)):
+        left = 0.0
+        if "stages" not in figures:
+            axes.barh(place, figures["step_seconds"] / whole, color="#dddddd", height=0.75)
+            continue
+        for stage, colour in COLOURS.items():
+            width = figures["stages"][stage] / whole
+            axes.barh(place, width, left=left, color=colour, height=0.75, label=stage if not place else None)
+            left += width
+    axes.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
+    axes.set_xlabel("time of a step, TRL's being 1 (grey: stages not measured)")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    figure.legend(handles, list(COLOURS), fontsize=8, ncols=len(COLOURS), loc="outside upper center")
+    figure.savefig(path, dpi=120)
+
+
+def draw_sweeps(result: dict[str, Any], path: Path) -> None:
+    """A step against v, G and length; dotted, what is proportional to the last point."""
+    plt = _pyplot()
+    figure, panels = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
+    titles = {"v": ("v", "v"), "group": ("group", "G"), "length": ("completion_tokens", "completion tokens")}
+    for axes, (sweep, (field, title)) in zip(panels, titles.items(), strict=True):
+        runs = [run for run in result["runs"] if run["sweep"] == sweep]
+        for system, colour in (("lgrpo", "#d95f02"), ("trl", "#1f77b4")):
+            points = [(r["settings"][field], r[system]["step_seconds"]) for r in runs if "stages" in r.get(system, {})]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", color=colour, label=NAMES[system])
+            if points and sweep != "v":
+                x, y = points[-1]
+                axes.plot([0, x], [0, y], ":", color="black", linewidth=0.8)
+        axes.set_xlabel(title)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("seconds of a step")
+    panels[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def main() -> None:
+    results = kept()
+    PAGE.write_text(filled(PAGE.read_text(), results))
+    draw_stages(results, PAGE.with_name("speed_stages.png"))
+    for result in results.values():
+        if any(run["sweep"] for run in result["runs"]):
+            draw_sweeps(result, PAGE.with_name(f"speed_sweeps_{result['model']}.png"))
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

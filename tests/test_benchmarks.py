@@ -1,0 +1,119 @@
+"""The speed benchmark: prescribed lengths, the check that compares ratios, the page."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+
+from tests.benchmarks import check, page
+from tests.benchmarks.systems import Work
+from tests.benchmarks.workload import lengths, make_model, prompt_texts
+
+KEPT = page.kept()
+
+
+def test_realistic_lengths_are_the_same_in_every_process():
+    drawn = lengths("realistic", 2000, 0, 19, 64)
+    assert drawn == lengths("realistic", 2000, 0, 19, 64)
+    assert min(drawn) >= 1
+    assert max(drawn) == 64
+    assert 17 < sum(drawn) / len(drawn) < 20
+
+
+def test_a_run_whose_lengths_did_not_come_out_is_refused(tmp_path):
+    make_model(tmp_path, "demo", 64)
+    assert [len(text) for text in prompt_texts(tmp_path, 6, 3)] == [6, 6, 6]
+    given = {"folder": tmp_path, "warm_up": 1, "steps": 1, "prompts": 2, "group": 2, "prompt_tokens": 6}
+    work = Work(Namespace(**given, workload="fixed", completion_tokens=5, mean_tokens=0, cap_tokens=0))
+    work.check(1, [5, 5, 5, 5], [11, 11, 11, 11])
+    with pytest.raises(RuntimeError, match="rollout 1 has completions of"):
+        work.check(1, [5, 5, 4, 5])
+    with pytest.raises(RuntimeError, match="not 6 tokens long"):
+        work.check(1, [5, 5, 5, 5], [11, 11, 12, 11])
+
+
+def test_both_systems_in_one_run(tmp_path):
+    """Realistic lengths: each system checks that every completion has its own."""
+    size = "--prompts 2 --group 4 --prompt-tokens 4 --mean-tokens 5 --cap-tokens 12 --steps 1 --warm-up 1 --threads 1"
+    command = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--workload", "realistic"]
+    done = subprocess.run(
+        [*command, *size.split(), "--machine", "a machine", "--out", str(tmp_path / "new.json")],
+        capture_output=True,
+        text=True,
+    )
+    result = json.loads((tmp_path / "new.json").read_text())
+    run = result["runs"][0]
+    assert done.returncode == 0, (run, done.stderr[-2000:])
+    assert done.stdout.splitlines()[-1] == f"ratio to TRL {run['ratio']:.2f}"
+    for system in ("lgrpo", "trl"):
+        figures = run[system]
+        assert sum(figures["stages"].values()) == pytest.approx(figures["step_seconds"])
+        assert figures["stages"]["generate"] > 0
+        assert figures["stages"]["update"] > 0
+        assert 0 < figures["own_share"] < 1
+    assert run["lgrpo"]["sampled_tokens"] == run["trl"]["sampled_tokens"]
+    assert result["machine"] == "a machine"
+    assert check.main([str(tmp_path / "new.json"), str(tmp_path / "new.json")]) == 0
+
+
+class TestCheck:
+    @pytest.mark.parametrize("name", sorted(KEPT))
+    def test_a_kept_result_is_no_worse_than_itself_and_seconds_do_not_matter(self, name, tmp_path):
+        slower = copy.deepcopy(KEPT[name])
+        for run in slower["runs"]:
+            for system in {"lgrpo", "trl"} & run.keys():
+                run[system]["step_seconds"] *= 3
+        path = tmp_path / f"step-{name}.json"
+        path.write_text(json.dumps(slower))
+        assert check.main([str(path)]) == 0
+
+    @pytest.mark.parametrize("name", sorted(KEPT))
+    def test_a_slower_or_larger_lgrpo_is_found(self, name, tmp_path, capsys):
+        path = tmp_path / f"step-{name}.json"
+        for figure, words in (("step_seconds", "time of a step over TRL's"), ("peak_gib", "memory over TRL's")):
+            worse = copy.deepcopy(KEPT[name])
+            for run in worse["runs"]:
+                if "trl" in run:
+                    run["lgrpo"][figure] *= 1.2
+            path.write_text(json.dumps(worse))
+            assert check.main([str(path)]) == 1
+            assert words in capsys.readouterr().out
+            assert check.main([str(path), "--tolerance", "0.25"]) == 0
+
+    def made_up(self, seconds, own_share=0.1):
+        settings = {"workload": "fixed", "v": 1}
+        runs = [
+            {
+                "sweep": "group",
+                "settings": settings | {"group": g},
+                "lgrpo": {"step_seconds": s, "own_share": own_share},
+            }
+            for g, s in seconds.items()
+        ]
+        return {"device": "cpu", "model": "demo", "runs": runs}
+
+    def test_growth_along_a_sweep_and_own_time(self):
+        kept = check.ratios(self.made_up({4: 1.0, 8: 2.0}))
+        assert check.worse(check.ratios(self.made_up({4: 5.0, 8: 10.0})), kept, 0.15) == []
+        assert len(check.worse(check.ratios(self.made_up({4: 1.0, 8: 4.0})), kept, 0.15)) == 1
+        assert len(check.worse(check.ratios(self.made_up({4: 1.0, 8: 2.0}, own_share=0.2)), kept, 0.15)) == 2
+
+    def test_nothing_to_compare(self, tmp_path, capsys):
+        (tmp_path / "a.json").write_text(json.dumps(self.made_up({4: 1.0})))
+        (tmp_path / "b.json").write_text(json.dumps(self.made_up({16: 1.0})))
+        assert check.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+        assert "no run in common" in capsys.readouterr().out
+        assert check.main([str(tmp_path / "a.json")]) == 2
+        assert "kept are step-" in capsys.readouterr().out
+
+
+def test_the_page_shows_the_kept_results():
+    text = page.PAGE.read_text()
+    assert page.filled(text, KEPT) == text, "run python -m tests.benchmarks.page"
+    for name in KEPT:
+        assert f"step-{name}.json" in text
