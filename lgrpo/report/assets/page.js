@@ -283,7 +283,9 @@ function show(data) {
     const where = el("span");
     const values = lines.map((line) => {
       const value = el("b");
-      if (!line.faint || !several) legend.append(el("span", {}, dot(line.paint), `${line.label} `, value));
+      const mark = dot(line.paint);
+      if (line.faint) mark.style.opacity = 0.4;
+      if (!line.faint || !several) legend.append(el("span", {}, mark, `${line.label} `, value));
       return value;
     });
     legend.append(where);
