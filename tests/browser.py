@@ -79,9 +79,10 @@ class Browser:
 
     def open(self, page: Path, hash_: str = "") -> None:
         """The page, when it is drawn."""
-        self.errors.clear()
-        self.requests.clear()
         self._call("Page.navigate", url="about:blank")
+        until(lambda: self.eval("location.href") == "about:blank", "an empty page")
+        self.errors.clear()  # what the page before still had to say
+        self.requests.clear()
         self._call("Page.navigate", url=page.resolve().as_uri() + (f"#{hash_}" if hash_ else ""))
         self.until_ready()
 
