@@ -91,7 +91,12 @@ class Browser:
 
     def eval(self, expression: str) -> Any:
         """The value of a JavaScript expression; promises are waited for."""
-        done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        try:
+            done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        except AssertionError as error:
+            if "context" not in str(error):
+                raise
+            done = self._call("Runtime.evaluate", expression=expression, returnByValue=True)  # the page was reloading
         if "exceptionDetails" in done:
             raise AssertionError(done["exceptionDetails"]["exception"].get("description", done["exceptionDetails"]))
         return done["result"].get("value")
