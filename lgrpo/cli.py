@@ -206,6 +206,7 @@ class LGRPOCLI(LightningCLI):
         except (ImportError, OSError) as error:
             warnings.warn(str(error), stacklevel=1)
         print(f"The run is in {self.run_folder}/: metrics, completions.jsonl, checkpoints, curves.png")
+        print(f"lgrpo report {self.run_folder} makes a page of it")
         print(closing_line(series, time.perf_counter() - self._started))
 
     def _run_subcommand(self, subcommand: str) -> None:

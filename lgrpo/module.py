@@ -151,13 +151,9 @@ class GRPOModule(L.LightningModule):
         self.amplifications.forget()
         if stage != "fit":
             return
-<<<<<<< HEAD
-        self.proximal = ProximalMemory()
+        self.proximal, self._reference_logprobs = ProximalMemory(), {}
         for logger in self.trainer.loggers:
             guard(logger, lambda: self.note("fault/logger_writes", 1.0))
-=======
-        self.proximal, self._reference_logprobs = ProximalMemory(), {}
->>>>>>> bench
         precision = str(self.trainer.precision)
         if precision in ("bf16-true", "16-true") or precision.startswith("transformer-engine"):
             raise ValueError(

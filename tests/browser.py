@@ -79,9 +79,10 @@ class Browser:
 
     def open(self, page: Path, hash_: str = "") -> None:
         """The page, when it is drawn."""
-        self.errors.clear()
-        self.requests.clear()
         self._call("Page.navigate", url="about:blank")
+        until(lambda: self.eval("location.href") == "about:blank", "an empty page")
+        self.errors.clear()  # what the page before still had to say
+        self.requests.clear()
         self._call("Page.navigate", url=page.resolve().as_uri() + (f"#{hash_}" if hash_ else ""))
         self.until_ready()
 
@@ -90,7 +91,12 @@ class Browser:
 
     def eval(self, expression: str) -> Any:
         """The value of a JavaScript expression; promises are waited for."""
-        done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        try:
+            done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        except AssertionError as error:
+            if "context" not in str(error):
+                raise
+            done = self._call("Runtime.evaluate", expression=expression, returnByValue=True)  # the page was reloading
         if "exceptionDetails" in done:
             raise AssertionError(done["exceptionDetails"]["exception"].get("description", done["exceptionDetails"]))
         return done["result"].get("value")

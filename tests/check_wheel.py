@@ -19,6 +19,8 @@ root = pathlib.Path(lgrpo.__file__).parent
 assert str(root).startswith({prefix!r}), root
 assert version("lgrpo") == lgrpo.__version__, version("lgrpo")
 assert (root / "py.typed").exists()
+from lgrpo.report.page import page_html
+assert "Leon Sorokin" in page_html({{"runs": []}})  # the licence of the charts, with the charts
 print("lgrpo", lgrpo.__version__, "from the wheel")
 """
 

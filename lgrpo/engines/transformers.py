@@ -117,6 +117,8 @@ class TransformersEngine(RolloutEngine):
 class _RoomyLayer(DynamicLayer):
     """Keys and values with room for tokens to come, where transformers' own layer copies them all at every token."""
 
+    keys: Tensor
+    values: Tensor
     _room: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

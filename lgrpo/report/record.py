@@ -107,6 +107,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _read_run(path: Path, name: str) -> RunRecord:
     series, notes = read_metrics(path)
+    series = _of_checkpoints(path) | series
     for metric, points in series.items():
         if odd := [step for step, value in points if not math.isfinite(value)]:
             notes.append(f"{metric} is not finite at {len(odd)} of {len(points)} steps, first at step {odd[0]}")
@@ -126,6 +127,21 @@ def _read_run(path: Path, name: str) -> RunRecord:
         written=max(file.stat().st_mtime for file in path.glob("metrics/version_*/metrics.csv")),
         notes=[*notes, *more, *syncs_notes, *completions_notes],
     )
+
+
+def _of_checkpoints(path: Path) -> Series:
+    """What ``lgrpo test --checkpoints`` measured, as curves."""
+    found: Series = {}
+    for file in sorted(path.glob("evaluations/checkpoints-*.json")):
+        try:
+            table = {int(step): dict(figures) for step, figures in json.loads(file.read_bytes()).items()}
+        except (ValueError, AttributeError, TypeError):  # being written, or somebody else's
+            continue
+        for step, figures in sorted(table.items()):
+            for name, value in figures.items():
+                if isinstance(value, float | int):
+                    found.setdefault(str(name), []).append((step, float(value)))
+    return found
 
 
 def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

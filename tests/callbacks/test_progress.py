@@ -154,7 +154,12 @@ def test_an_error_leaves_the_terminal_in_order(monkeypatch):
 
 def test_the_command_in_a_terminal_and_its_flag(tmp_path):
     config = Path(__file__).parents[2] / "configs" / "tiny.yaml"
-    options = [f"--config={config}", "--data.num_rollouts=4", "--trainer.max_epochs=1"]
+    options = [
+        f"--config={config}",
+        "--data.num_rollouts=4",
+        "--trainer.max_epochs=1",
+        "--data.evaluation.num_problems=8",
+    ]
     for flag, is_shown in (("true", True), ("false", False)):
         terminal = Terminal(100)
         command = [str(Path(sys.executable).parent / "lgrpo"), "fit", *options, f"--run={flag}"]
@@ -162,7 +167,7 @@ def test_the_command_in_a_terminal_and_its_flag(tmp_path):
         environment = {**os.environ, "TERM": "xterm"}
         ends = {"stdin": terminal.follower, "stdout": terminal.follower, "stderr": terminal.follower}
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, **ends)
-        code = process.wait(120)
+        code = process.wait(300)
         raw = terminal.end()
         assert code == 0, raw
         assert ("4/4 rollouts" in raw, "validate" in raw, "tokens/s" in raw) == (is_shown,) * 3

@@ -71,6 +71,16 @@ def test_a_later_attempt_stands(run):
     assert record.num_steps == 101
 
 
+def test_what_checkpoints_measured_is_a_curve(run):
+    folder = run / "evaluations"
+    folder.mkdir()
+    (folder / "checkpoints-test.json").write_text('{"50": {"test/pass@1": 0.5}, "9": {"test/pass@1": 0.25}}')
+    (folder / "checkpoints-validate.json").write_text('{"50": {"val/pass@1": 0.9}, "9"')
+    (record,) = read_runs([run])
+    assert record.series["test/pass@1"] == [(9, 0.25), (50, 0.5)]
+    assert (50, 0.9) not in record.series["val/pass@1"]
+
+
 def test_every_metric_has_a_place():
     names = ["rollout/reward", "val/pass@1", "val/pass@1_stderr", "val/aime/pass@4", "train/lag", "train/new", "alone"]
     names += ["improvement/gain", "improvement/gain_stderr", "reward/format", "reward/format_std", "mine/deep/x"]

@@ -75,7 +75,7 @@ def rows(browser):
 
 
 def counted(browser):
-    return browser.eval("document.querySelector('#completions').closest('div').nextSibling.firstChild.textContent")
+    return browser.eval("document.querySelector('#completions')?.closest('div').nextSibling.firstChild.textContent")
 
 
 def text(browser, selector):

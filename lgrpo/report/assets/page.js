@@ -283,7 +283,9 @@ function show(data) {
     const where = el("span");
     const values = lines.map((line) => {
       const value = el("b");
-      if (!line.faint || !several) legend.append(el("span", {}, dot(line.paint), `${line.label} `, value));
+      const mark = dot(line.paint);
+      if (line.faint) mark.style.opacity = 0.4;
+      if (!line.faint || !several) legend.append(el("span", {}, mark, `${line.label} `, value));
       return value;
     });
     legend.append(where);
@@ -306,7 +308,7 @@ function show(data) {
         { ...axisStyle, grid: { show: false }, size: 26, space: 70, values: (u, ticks) => ticks.map((t) => (axis() === "time" ? (t === 0 ? "0" : duration(t)) : Number.isInteger(t) ? whole(t) : "")) },
         { ...axisStyle, size: 52, space: 34, values: (u, ticks) => ticks.map(number) },
       ],
-      cursor: { sync: { key: "page", setSeries: false, scales: ["x", null] }, dataIdx: nearest, points: { size: 6 }, drag: { x: true, y: false, setScale: true }, bind: { dblclick: () => () => { setZoom(null); return null; } } },
+      cursor: { sync: { key: "page", setSeries: false, scales: ["x", null] }, dataIdx: nearest, points: { size: 7, width: 0, fill: (u, s) => u.series[s].stroke(u, s), stroke: "transparent" }, drag: { x: true, y: false, setScale: true }, bind: { dblclick: () => () => { setZoom(null); return null; } } },
       hooks: {
         drawClear: [(u) => syncMarks(u, chart)],
         setCursor: [tell],
@@ -424,7 +426,7 @@ function show(data) {
     const most = 320;
     if (text.length <= most) return text;
     const found = query ? text.toLowerCase().indexOf(query) : -1;
-    const start = found > most - 80 ? found - 60 : 0;
+    const start = found > 90 ? found - 40 : 0; // a match is among the three lines that show
     return (start ? "…" : "") + text.slice(start, start + most) + (start + most < text.length ? "…" : "");
   };
 
@@ -634,6 +636,7 @@ function show(data) {
   const here = () => {
     let current = 0;
     sections.forEach((section, i) => { if (section.getBoundingClientRect().top < 120) current = i; });
+    if (innerHeight + scrollY >= document.documentElement.scrollHeight - 4) current = sections.length - 1;
     links.forEach((link, i) => link.classList.toggle("here", i === current));
   };
   addEventListener("scroll", here, { passive: true });
