@@ -22,6 +22,7 @@ from lgrpo.callbacks import (
     EngineSync,
     ExactResume,
     GracefulInterrupt,
+    ImprovementMonitor,
     ReferenceRefresh,
     RolloutProgress,
     ValidateEvery,
@@ -37,6 +38,7 @@ CALLBACK_KEYS = {
     "reference_refresh": ReferenceRefresh,
     "zero_variance_mask": ZeroVarianceMask,
     "validate_every": ValidateEvery,
+    "improvement_monitor": ImprovementMonitor,
 }
 EPILOG = (
     "lgrpo plan --config … says what a config means before anything is loaded: lags, syncs, tokens, memory. "
