@@ -3,8 +3,9 @@
     python -m tests.benchmarks.adaptive            # stop it and start it again, it goes on
     python -m tests.benchmarks.adaptive --report   # the tables and the picture of what is there
 
-Each run appends a row to ``tests/benchmarks/results/adaptive.jsonl``. Seconds are CPU seconds of one thread, validation
-left out, so that what else the machine is busy with does not count.
+Each run appends a row to ``tests/benchmarks/results/adaptive.jsonl``; the tables go into
+``tutorials/pages/adaptive_v.md``. Seconds are CPU seconds of one thread, validation left out, so that what else the
+machine is busy with counts less.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
+PAGE = ROOT / "tutorials" / "pages" / "adaptive_v.md"
 TASKS = {"tiny": {}, "harder": {"num_digits": 4}}  # with four digits the same model starts at one right in eight
-FIXED, BUDGETS = (1, 2, 5, 10, 20), (0.15, 0.25, 0.4)
-ARMS = [f"v = {v}" for v in FIXED] + [f"adaptive {budget}" for budget in BUDGETS]
+ADAPTIVE = "adaptive 0.25"  # its budget
+ARMS = [*(f"v = {v}" for v in (1, 2, 5, 10, 20)), ADAPTIVE]
 ROLLOUTS, STAGES = 20, 3
 SEEDS = (0, 1, 2, 3, 4)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -141,16 +143,23 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def by_arm(task: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """Rows of a task, by arm and seed, in the order of the arms."""
+    """Rows of a task, by arm and seed: of the seeds that every arm has, so that all are paired."""
     rows = [row for row in read() if row["task"] == task]
-    return {arm: own for arm in ARMS if (own := {row["seed"]: row for row in rows if row["arm"] == arm})}
+    arms = {arm: own for arm in ARMS if (own := {row["seed"]: row for row in rows if row["arm"] == arm})}
+    shared = set.intersection(*(set(own) for own in arms.values()))
+    return {arm: {seed: own[seed] for seed in sorted(shared)} for arm, own in arms.items()}
+
+
+def seeds(task: str) -> list[int]:
+    """The seeds that count."""
+    return sorted(next(iter(by_arm(task).values())))
 
 
 def table(task: str) -> str:
-    """Markdown: each arm, and how the adaptive one of budget 0.25 differs from it, seed by seed."""
+    """Markdown: each arm, and how the adaptive one differs from it, seed by seed."""
     arms = by_arm(task)
     lines = [
-        "| | syncs | mean lag | CPU s | final pass@1 | mean over the run | adaptive 0.25 less this: final | mean |",
+        "| | syncs | mean lag | CPU s | final pass@1 | mean over the run | adaptive less this: final | mean |",
         "|---|---|---|---|---|---|---|---|",
     ]
 
@@ -161,11 +170,11 @@ def table(task: str) -> str:
         mean, half = interval(values)
         return f"{mean:+.3f} ± {half:.3f}" if sign else f"{mean:.3f} ± {half:.3f}"
 
-    ours = arms.get("adaptive 0.25", {})
+    ours = arms.get(ADAPTIVE, {})
     for arm, rows in arms.items():
         differences = [
             cell([gain(ours[seed], over) - gain(rows[seed], over) for seed in rows if seed in ours], sign=True)
-            if ours and arm != "adaptive 0.25"
+            if ours and arm != ADAPTIVE
             else "–"
             for over in ("final", "mean")
         ]
@@ -190,7 +199,7 @@ def draw(path: Path) -> None:
     figure, grid = plt.subplots(len(TASKS), 2, figsize=(10, 3.6 * len(TASKS)), layout="constrained", squeeze=False)
     fixed = [arm for arm in ARMS if arm.startswith("v")]
     colours = {arm: plt.cm.Blues(0.35 + 0.13 * i) for i, arm in enumerate(fixed)}
-    colours |= dict(zip([arm for arm in ARMS if arm not in fixed], ("#fdae6b", "#d95f02", "#8c2d04"), strict=True))
+    colours[ADAPTIVE] = "#d95f02"
     for (left, right), task in zip(grid, TASKS, strict=True):
         for arm, rows in by_arm(task).items():
             curves = [row["pass@1"] for row in rows.values()]
@@ -203,6 +212,8 @@ def draw(path: Path) -> None:
         left.set_xlabel("CPU seconds of training")
         right.set_xlabel("syncs in the run (log)")
         right.set_xscale("log")
+        right.set_xticks([3, 6, 12, 30, 60], ["3", "6", "12", "30", "60"])
+        right.minorticks_off()
         left.set_title(f"{task}: pass@1 against time, mean of the seeds", fontsize=10)
         right.set_title(f"{task}: final pass@1 against syncs, mean and 95 % interval", fontsize=10)
         for axes in (left, right):
@@ -221,8 +232,11 @@ def main() -> None:
     if not options.report:
         os.environ |= {"OMP_NUM_THREADS": "1"}
         sweep(options.arms, options.workers)
-    text = "\n\n".join(f"**{task}**\n\n{table(task)}" for task in TASKS)
-    (RESULTS / "adaptive.md").write_text(text + "\n")
+    text = "\n\n".join(f"**{task}** (seeds {', '.join(map(str, seeds(task)))})\n\n{table(task)}" for task in TASKS)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- tables -->\n")
+    PAGE.write_text(
+        f"{before}<!-- tables -->\n\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}", encoding="utf-8"
+    )
     draw(RESULTS / "adaptive.png")
     print(text)
 
