@@ -15,7 +15,9 @@ from lgrpo.policy import CausalPolicy
 def plan(config: Namespace) -> str:
     """A table of what one optimizer step, one cycle and the whole run will do under a parsed config."""
     data, trainer = config.data, config.trainer
-    period = (config.weight_sync.init_args.period if config.weight_sync else None) or None
+    sync = config.weight_sync.init_args if config.weight_sync else Namespace(period=None)
+    adaptive = sync if "budget" in sync else None  # v by measurement
+    period = sync.get("period")
     prompts, group, reuse = data.num_prompts, data.group_size, data.reuse
     completions = prompts * group
     longest = data.sampling.max_tokens
@@ -25,19 +27,16 @@ def plan(config: Namespace) -> str:
     ranks = "1 device" if num_ranks == 1 else f"each of {num_ranks} devices"
     piece = completions / micro_batches / num_ranks
     rows = [
-        ("schedule", _schedule(period, reuse)),
+        ("schedule", _adaptive_schedule(adaptive, reuse) if adaptive else _schedule(period, reuse)),
         (
             "rollout",
             f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each",
         ),
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
         ("micro-batches", f"{micro_batches} in each step on {ranks}, about {piece:g} completions each"),
-        (
-            "sync",
-            "before the first rollout only" if period is None else f"every {period} rollouts, {period * reuse} steps",
-        ),
-        ("lags that occur", _lags(period, reuse)),
-        *_whole_run(config, period),
+        ("sync", _adaptive_sync(adaptive) if adaptive else _sync(period, reuse)),
+        ("lags that occur", _lags(adaptive.maximum if adaptive else period, reuse, at_most=adaptive is not None)),
+        *_whole_run(config, adaptive.maximum if adaptive else period, adaptive.minimum if adaptive else None),
         ("zero-variance groups", _dull_groups(config)),
         *_memory(config, piece * longest),
     ]
@@ -56,7 +55,22 @@ def _schedule(period: int | None, reuse: int) -> str:
     return f"v = {v}, i = {reuse}: {kind}"
 
 
-def _lags(period: int | None, reuse: int) -> str:
+def _adaptive_schedule(sync: Namespace, reuse: int) -> str:
+    return f"v by measurement, {sync.minimum} to {sync.maximum}, i = {reuse}: off-policy as far as a budget allows"
+
+
+def _sync(period: int | None, reuse: int) -> str:
+    if period is None:
+        return "before the first rollout only"
+    return f"every {period} rollouts, {period * reuse} steps"
+
+
+def _adaptive_sync(sync: Namespace) -> str:
+    budget = "its default budget" if sync.budget is None else f"{sync.budget:g}"
+    return f"when {sync.criterion} reaches {budget}, after {sync.minimum} to {sync.maximum} rollouts"
+
+
+def _lags(period: int | None, reuse: int, at_most: bool = False) -> str:
     """Every lag, in optimizer steps, a completion can have when it is trained on."""
     if period is None:
         return "0, 1, 2, … to the end of the run (never synced again)"
@@ -64,10 +78,11 @@ def _lags(period: int | None, reuse: int) -> str:
     if last == 0:
         return "0: every completion is fresh"
     between = ", 1" if last == 2 else ", 1, …" if last > 2 else ""
-    return f"0{between}, {last} optimizer steps, again in every cycle of {period} rollouts"
+    ending = "at most" if at_most else f"again in every cycle of {period} rollouts"
+    return f"0{between}, {last} optimizer steps, {ending}"
 
 
-def _whole_run(config: Namespace, period: int | None) -> list[tuple[str, str]]:
+def _whole_run(config: Namespace, period: int | None, least: int | None = None) -> list[tuple[str, str]]:
     data, trainer = config.data, config.trainer
     if data.num_rollouts is None:
         return [("stage (epoch)", "one pass over the training prompts; set data.num_rollouts to choose its length")]
@@ -81,7 +96,9 @@ def _whole_run(config: Namespace, period: int | None) -> list[tuple[str, str]]:
         return [stage, ("whole run", "without end: neither trainer.max_epochs nor trainer.max_steps is set")]
     steps = min(limits)
     rollouts = -(-steps // data.reuse)
-    syncs = 1 if period is None else -(-rollouts // period)
+    syncs = str(1 if period is None else -(-rollouts // period))
+    if least is not None:
+        syncs += f" to {-(-rollouts // least)}"
     completions = rollouts * data.num_prompts * data.group_size
     whole = f"{rollouts} rollouts, {steps} optimizer steps, {syncs} syncs, {completions:,} completions"
     return [stage, ("whole run", whole)]

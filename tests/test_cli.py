@@ -114,6 +114,8 @@ def test_every_metric_of_the_page_is_logged_and_every_logged_one_explained(finis
     only_sometimes |= {f"rollout/late_{kind}" for kind in ("waiting", "joined", "dropped")}  # where rewards are late
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")
     only_sometimes |= {f"reward/{kind}" for kind in failures}  # of rewards in workers
+    only_sometimes |= {n for n in explained if n.startswith(("monitor/", "calibration/", "sync/"))}  # have own tests
+    only_sometimes |= {f"time/{kind}" for kind in ("monitor", "calibration", "divergence")}
     assert explained == logged | {"val/pass@1"} | only_sometimes
 
 
@@ -244,6 +246,13 @@ class TestPlan:
         assert rows["whole run"] == "800 rollouts, 800 optimizer steps, 80 syncs, 204,800 completions"
         assert rows["policy"].startswith("223,488 parameters")
         assert "reference" in rows["memory, held"]
+
+    def test_v_by_measurement(self, capsys):
+        rows = self.plan(capsys, f"--config={CONFIGS / 'adaptive.yaml'}")
+        assert rows["schedule"].startswith("v by measurement, 1 to 50, i = 1")
+        assert rows["sync"] == "when tv reaches 0.25, after 1 to 50 rollouts"
+        assert rows["lags that occur"] == "0, 1, …, 49 optimizer steps, at most"
+        assert "16 to 800 syncs" in rows["whole run"]
 
     def test_the_lags_are_those_that_occur(self, capsys):
         from tests.helpers import fit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, final
+from typing import Any
 
 import lightning as L
 import torch
@@ -17,7 +17,6 @@ from lgrpo.metrics import CalibrationMetrics, ImprovementMetrics, LagHistogram, 
 from lgrpo.types import RolloutBatch
 
 
-@final
 class ImprovementMonitor(RolloutCallback):
     """Logs every term of Mroueh et al.'s Theorem 1 for every n-th rollout, with ratios of whole completions.
 

@@ -64,7 +64,7 @@ class OffPolicyMetrics(Metric):
             "clip_fraction_negative": below / negative.clamp(min=1),
             "clip_fraction": (above + below) / (positive + negative).clamp(min=1),
         }
-        log_ratios = dim_zero_cat(self.log_ratios) if self.log_ratios else torch.zeros(0)
+        log_ratios = dim_zero_cat(self.log_ratios)
         if not len(log_ratios):
             return clips
         k3 = k3_of_ratio(log_ratios).mean()

@@ -1,10 +1,11 @@
 """v by measurement (``AdaptiveWeightSync``) against fixed v, paired by seed, on two tasks.
 
-    python -m tests.benchmarks.adaptive            # one run at a time; stop it and start it again, it goes on
+    python -m tests.benchmarks.adaptive            # stop it and start it again, it goes on
     python -m tests.benchmarks.adaptive --report   # the tables and the picture of what is there
 
-Each run appends a row to ``tests/benchmarks/results/adaptive.jsonl``. Seconds are CPU seconds of one thread, validation
-left out, so that what else the machine is busy with does not count.
+Each run appends a row to ``tests/benchmarks/results/adaptive.jsonl``; the tables go into
+``tutorials/pages/adaptive_v.md``. Seconds are CPU seconds of one thread, validation left out, so that what else the
+machine is busy with counts less.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -20,37 +22,32 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import yaml
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
-TASKS = {
-    "tiny": [],
-    "harder": ["--data.task.init_args.num_digits=4", "--data.sampling.max_tokens=6"],  # starts at one right in eight
-}
-LENGTH = ["--data.num_rollouts=25", "--trainer.max_epochs=4"]
-ARMS = {f"v = {v}": [f"--weight_sync.period={v}"] for v in (1, 2, 5, 10, 20)} | {
-    f"adaptive {budget}": [f"--config={ROOT / 'configs' / 'adaptive.yaml'}", f"--weight_sync.init_args.budget={budget}"]
-    for budget in (0.15, 0.25, 0.4)
-}
+PAGE = ROOT / "tutorials" / "pages" / "adaptive_v.md"
+TASKS = {"tiny": {}, "harder": {"num_digits": 4}}  # with four digits the same model starts at one right in eight
+ADAPTIVE = "adaptive 0.25"  # its budget
+ARMS = [*(f"v = {v}" for v in (1, 2, 5, 10, 20)), ADAPTIVE]
+ROLLOUTS, STAGES = 20, 3
 SEEDS = (0, 1, 2, 3, 4)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for 95 % intervals, by the number of values."""
 
 
 class Clock(L.Callback):
-    """CPU seconds of training, syncs and pass@1 at each validation; lags and the cost of measuring on the way."""
+    """CPU seconds of training, syncs and pass@1 at each validation; lags on the way."""
 
     def __init__(self) -> None:
         self.curve: dict[str, list[float]] = {"step": [], "seconds": [], "syncs": [], "pass@1": []}
         self.lags: list[float] = []
-        self.measuring = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._start, self._apart = time.process_time(), 0.0
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.lags.append(float(trainer.callback_metrics["train/lag"]))
-        self.measuring += float(trainer.callback_metrics.pop("time/divergence", 0))
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.lags.append(float((trainer.global_step - batch.behaviour_step).double().mean()))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._from = time.process_time()
@@ -66,34 +63,60 @@ class Clock(L.Callback):
             self.curve[name].append(value)
 
 
-def run(task: str, arm: str, seed: int) -> dict[str, Any]:
-    """One run of the tiny config, in this process."""
+def run(job: tuple[str, str, int]) -> dict[str, Any]:
+    """One run of the tiny config, in this process; built here, since parsing the config takes seconds."""
     import torch
 
-    from lgrpo.cli import LGRPOCLI, quiet_lightning
+    import lgrpo
+    from lgrpo.cli import quiet_lightning
+    from lgrpo.tasks import SortDigits
 
+    task, arm, seed = job
     torch.set_num_threads(1)
     quiet_lightning()
+    config = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
+    rate = config["model"]["optimizer"]["init_args"]
+    kl_coef = config["model"]["loss"]["init_args"]["kl_coef"]
+    problem = config["data"]["task"]["init_args"] | TASKS[task]
+    number = float(arm.split()[-1])
+    clock = Clock()
+    L.seed_everything(seed, verbose=False)
+    module = lgrpo.GRPOModule(
+        lgrpo.CausalPolicy(**config["model"]["policy"]),
+        lgrpo.ClippedLoss(kl_coef=kl_coef),
+        lambda parameters: torch.optim.AdamW(parameters, lr=float(rate["lr"]), weight_decay=0.0),
+    )
+    data = lgrpo.RolloutDataModule(
+        SortDigits(**problem),
+        num_prompts=config["data"]["num_prompts"],
+        group_size=config["data"]["group_size"],
+        num_rollouts=ROLLOUTS,
+        sampling=lgrpo.Sampling(max_tokens=problem["num_digits"] + 2),
+        seed=seed,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        cli = LGRPOCLI(
-            [
-                "fit",
-                f"--config={ROOT / 'configs' / 'tiny.yaml'}",
-                *ARMS[arm],
-                *TASKS[task],
-                *LENGTH,
-                f"--seed_everything={seed}",
-                f"--run={folder}/run",
-                "--trainer.callbacks+=tests.benchmarks.adaptive.Clock",
-                "--trainer.logger=false",
-                "--trainer.num_sanity_val_steps=0",
-                "--trainer.enable_progress_bar=false",
-                "--trainer.enable_checkpointing=false",
-            ]
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=STAGES,
+            gradient_clip_val=1.0,
+            default_root_dir=folder,
+            logger=False,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[
+                lgrpo.SupervisedWarmStart(26),
+                lgrpo.WeightSync(int(number)) if arm.startswith("v") else lgrpo.AdaptiveWeightSync(budget=number),
+                lgrpo.ReferenceRefresh(),
+                lgrpo.ZeroVarianceMask(),
+                clock,
+            ],
         )
-    (clock,) = [c for c in cli.trainer.callbacks if type(c).__name__ == "Clock"]
-    lag, measuring = round(statistics.mean(clock.lags), 3), round(clock.measuring, 2)
-    return {"task": task, "arm": arm, "seed": seed, **clock.curve, "lag": lag, "measuring": measuring}
+        trainer.fit(module, datamodule=data)
+    lag = round(statistics.mean(clock.lags), 3)
+    return {"task": task, "arm": arm, "seed": seed, **clock.curve, "lag": lag}
 
 
 def read() -> list[dict[str, Any]]:
@@ -101,15 +124,15 @@ def read() -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def sweep(arms: list[str]) -> None:
+def sweep(arms: list[str], workers: int) -> None:
     done = {(row["task"], row["arm"], row["seed"]) for row in read()}
     jobs = [job for seed in SEEDS for task in TASKS for arm in arms if (job := (task, arm, seed)) not in done]
     RESULTS.mkdir(exist_ok=True)
-    for count, job in enumerate(jobs, start=1):
-        row = run(*job)
-        with (RESULTS / "adaptive.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{count}/{len(jobs)} {row}", flush=True)
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for count, row in enumerate(pool.imap_unordered(run, jobs), start=1):
+            with (RESULTS / "adaptive.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{count}/{len(jobs)} {row}", flush=True)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -120,16 +143,23 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def by_arm(task: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """Rows of a task, by arm and seed, in the order of the arms."""
+    """Rows of a task, by arm and seed: of the seeds that every arm has, so that all are paired."""
     rows = [row for row in read() if row["task"] == task]
-    return {arm: own for arm in ARMS if (own := {row["seed"]: row for row in rows if row["arm"] == arm})}
+    arms = {arm: own for arm in ARMS if (own := {row["seed"]: row for row in rows if row["arm"] == arm})}
+    shared = set.intersection(*(set(own) for own in arms.values()))
+    return {arm: {seed: own[seed] for seed in sorted(shared)} for arm, own in arms.items()}
+
+
+def seeds(task: str) -> list[int]:
+    """The seeds that count."""
+    return sorted(next(iter(by_arm(task).values())))
 
 
 def table(task: str) -> str:
-    """Markdown: each arm, and how the adaptive one of budget 0.25 differs from it, seed by seed."""
+    """Markdown: each arm, and how the adaptive one differs from it, seed by seed."""
     arms = by_arm(task)
     lines = [
-        "| | syncs | mean lag | CPU s | final pass@1 | mean over the run | adaptive 0.25 less this: final | mean |",
+        "| | syncs | mean lag | CPU s | final pass@1 | mean over the run | adaptive less this: final | mean |",
         "|---|---|---|---|---|---|---|---|",
     ]
 
@@ -140,11 +170,11 @@ def table(task: str) -> str:
         mean, half = interval(values)
         return f"{mean:+.3f} ± {half:.3f}" if sign else f"{mean:.3f} ± {half:.3f}"
 
-    ours = arms.get("adaptive 0.25", {})
+    ours = arms.get(ADAPTIVE, {})
     for arm, rows in arms.items():
         differences = [
             cell([gain(ours[seed], over) - gain(rows[seed], over) for seed in rows if seed in ours], sign=True)
-            if ours and arm != "adaptive 0.25"
+            if ours and arm != ADAPTIVE
             else "–"
             for over in ("final", "mean")
         ]
@@ -169,7 +199,7 @@ def draw(path: Path) -> None:
     figure, grid = plt.subplots(len(TASKS), 2, figsize=(10, 3.6 * len(TASKS)), layout="constrained", squeeze=False)
     fixed = [arm for arm in ARMS if arm.startswith("v")]
     colours = {arm: plt.cm.Blues(0.35 + 0.13 * i) for i, arm in enumerate(fixed)}
-    colours |= dict(zip([arm for arm in ARMS if arm not in fixed], ("#fdae6b", "#d95f02", "#8c2d04"), strict=True))
+    colours[ADAPTIVE] = "#d95f02"
     for (left, right), task in zip(grid, TASKS, strict=True):
         for arm, rows in by_arm(task).items():
             curves = [row["pass@1"] for row in rows.values()]
@@ -182,6 +212,8 @@ def draw(path: Path) -> None:
         left.set_xlabel("CPU seconds of training")
         right.set_xlabel("syncs in the run (log)")
         right.set_xscale("log")
+        right.set_xticks([3, 6, 12, 30, 60], ["3", "6", "12", "30", "60"])
+        right.minorticks_off()
         left.set_title(f"{task}: pass@1 against time, mean of the seeds", fontsize=10)
         right.set_title(f"{task}: final pass@1 against syncs, mean and 95 % interval", fontsize=10)
         for axes in (left, right):
@@ -193,14 +225,18 @@ def draw(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS), help="only these")
+    parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS, help="only these")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, a thread each")
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
     if not options.report:
         os.environ |= {"OMP_NUM_THREADS": "1"}
-        sweep(options.arms)
-    text = "\n\n".join(f"**{task}**\n\n{table(task)}" for task in TASKS)
-    (RESULTS / "adaptive.md").write_text(text + "\n")
+        sweep(options.arms, options.workers)
+    text = "\n\n".join(f"**{task}** (seeds {', '.join(map(str, seeds(task)))})\n\n{table(task)}" for task in TASKS)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- tables -->\n")
+    PAGE.write_text(
+        f"{before}<!-- tables -->\n\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}", encoding="utf-8"
+    )
     draw(RESULTS / "adaptive.png")
     print(text)
 

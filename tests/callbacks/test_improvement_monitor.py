@@ -1,0 +1,223 @@
+"""The monitor in a run: its numbers are right, and nobody could tell from the run that it was there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lgrpo import ClippedLoss, ImprovementMonitor, ReferenceRefresh, RolloutCallback, WeightSync, ZeroVarianceMask
+from lgrpo import functional as F
+from lgrpo.callbacks import ExactResume
+from lgrpo.report import read_series
+from lgrpo.tasks import SortDigits
+from tests.helpers import LowDigits, build, fit, largest_difference
+
+SETTINGS = {"v": 3, "i": 2, "rollouts": 6, "learning_rate": 0.5}
+VALIDATES = {"limit_val_batches": 1.0}
+
+
+def watched(folder, every=1, num_held_out=8, callbacks=(), ckpt_path=None, trainer=None, **settings):
+    logger = CSVLogger(str(folder), name="metrics")
+    options = VALIDATES | {"logger": logger, "accumulate_grad_batches": 2, "default_root_dir": str(folder)}
+    monitor = ImprovementMonitor(every, num_held_out)
+    arguments = SETTINGS | settings | {"callbacks": [monitor, *callbacks], "trainer": options | (trainer or {})}
+    return fit(**arguments, ckpt_path=ckpt_path)
+
+
+def test_the_run_is_the_same_to_the_bit(tmp_path):
+    def loss():
+        return ClippedLoss(0.05, 0.05, centre="proximal", kl_coef=0.1)
+
+    masks = [ZeroVarianceMask(0.2), ReferenceRefresh(period=2)]
+    plain = fit(**SETTINGS, loss=loss(), callbacks=masks, trainer=VALIDATES | {"accumulate_grad_batches": 2})
+    run = watched(tmp_path, loss=loss(), callbacks=masks)
+    assert largest_difference(plain.weights, run.weights) == 0
+    assert largest_difference(plain.weights, build().weights) > 0
+    for a, b in zip(plain.recorder.rollouts, run.recorder.rollouts, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert torch.equal(a.behaviour_logprobs, b.behaviour_logprobs)
+    assert plain.recorder.lags == run.recorder.lags
+    assert [r.step for r in plain.data.engine.ledger] == [r.step for r in run.data.engine.ledger]
+
+
+class Kept(RolloutCallback):
+    """Policies of every moment, to ask them afterwards."""
+
+    def __init__(self):
+        self.states = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.states.append({n: p.detach().clone() for n, p in pl_module.policy.state_dict().items()})
+
+
+def test_the_figures_are_those_of_the_policy_after_the_last_step(tmp_path):
+    """Computed again from kept weights, rollout by rollout, in plain steps."""
+    kept = Kept()
+    run = watched(tmp_path, callbacks=[kept])
+    series = {name: dict(points) for name, points in read_series(tmp_path).items()}
+    assert sorted(series["monitor/gain"]) == [1, 3, 5, 7, 9, 11]  # the row of each rollout's last step
+    states = [*kept.states, {n: p.clone() for n, p in run.module.policy.state_dict().items()}]
+    for k, batch in enumerate(run.recorder.rollouts):
+        ratios = []
+        for state in (states[2 * k + 2], states[2 * k]):  # after two steps on it, and before
+            run.module.policy.load_state_dict(state)
+            logprobs, _ = run.module.policy(batch.tokens, batch.completion_mask, 1.0)
+            per_token = (logprobs - batch.behaviour_logprobs).detach().double() * batch.completion_mask
+            ratios.append(per_token.sum(1).view(4, 4))
+        terms = F.improvement_terms(*ratios, batch.rewards.view(4, 4).double())
+        row = 2 * k + 1
+        assert series["monitor/gain"][row] == pytest.approx(float(terms["gain"].mean()), rel=1e-3, abs=1e-5)
+        for name in ("gain_rollout", "tv", "tv_proximal", "tv_pinsker", "s", "coefficient_bernoulli", "bound_1"):
+            assert series[f"monitor/{name}"][row] == pytest.approx(float(terms[name].mean()), rel=1e-3, abs=1e-4)
+        assert series["monitor/gain_stderr"][row] == pytest.approx(float(terms["gain"].std() / 2), rel=1e-3, abs=1e-5)
+        w = ratios[0].flatten().exp()
+        assert series["monitor/chi_squared"][row] == pytest.approx(float(((w - 1) ** 2).mean()), rel=1e-3)
+        assert series["monitor/ratio_max"][row] == pytest.approx(float(w.max()), rel=1e-3)
+        # one rollout's completions train at two lags in a row
+        first = 2 * (k % 3)
+        buckets = {0: "0", 1: "1", 2: "2-3", 3: "2-3", 4: "4-7", 5: "4-7"}
+        expected = {buckets[first]: 0.5, buckets[first + 1]: 0.5} if first == 0 else {buckets[first]: 1.0}
+        for name in ("0", "1", "2-3", "4-7", "8-15"):
+            assert series[f"monitor/lag_{name}"][row] == pytest.approx(expected.get(name, 0.0))
+        if first == 0:
+            assert series["monitor/tv_proximal"][row] < 1e-4
+    assert min(series["time/monitor"].values()) > 0
+
+
+class HeldOut(RolloutCallback):
+    """Samples held-out prompts at each sync for itself."""
+
+    def __init__(self):
+        self.groups = []
+
+    def on_rollout_end(self, trainer, pl_module, batch):
+        if trainer.datamodule.engine.step == trainer.global_step:
+            self.groups.append(trainer.datamodule.sample_held_out(8))
+
+
+def test_calibration_holds_prediction_against_fresh_samples(tmp_path):
+    """Against samples of old and new weights taken by hand."""
+    kept, held_out = Kept(), HeldOut()
+    run = watched(tmp_path, callbacks=[kept, held_out], rollouts=9)
+    series = {name: dict(points) for name, points in read_series(tmp_path).items()}
+    assert sorted(series["calibration/predicted"]) == [6, 12]  # at each sync but the first
+    groups = held_out.groups
+    assert len(groups) == 3
+    run.module.policy.load_state_dict(kept.states[6])
+    logprobs, _ = run.module.policy(groups[0].tokens, groups[0].completion_mask, 1.0)
+    log_ratio = ((logprobs - groups[0].behaviour_logprobs) * groups[0].completion_mask).sum(1).detach()
+    old, new = (group.rewards.view(8, 4).double() for group in groups[:2])
+    predicted = F.expected_gain(log_ratio.view(8, 4).double(), old)
+    assert series["calibration/predicted"][6] == pytest.approx(float(predicted.mean()), rel=1e-3, abs=1e-5)
+    assert series["calibration/realised"][6] == pytest.approx(float(new.mean() - old.mean()), abs=1e-6)
+    assert series["calibration/reward"][12] == pytest.approx(float(groups[2].rewards.mean()), abs=1e-6)
+    questions = {row["question"] for row in SortDigits(num_digits=2, num_held_out=20).rows("validation")}
+    is_prompt = groups[0].attention_mask & ~groups[0].completion_mask
+    asked = [run.data.tokenizer.decode(row[mask]) for row, mask in zip(groups[0].tokens, is_prompt, strict=True)]
+    assert len(set(asked)) == 8
+    assert {text.removesuffix(">") for text in asked} <= questions
+
+
+def saving(folder):
+    return ModelCheckpoint(folder / "ckpt", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def test_resume_from_every_step(tmp_path):
+    """The log of a run that was stopped and went on is that of one that was not."""
+    exact = {"callbacks": [ExactResume()], "every": 2}
+    checkpoints = {"callbacks": [ExactResume(), saving(tmp_path)], "trainer": {"enable_checkpointing": True}}
+    straight = watched(tmp_path / "straight", every=2, **checkpoints)
+    expected = read_series(tmp_path / "straight")
+    names = [n for n in expected if n.startswith(("monitor/", "calibration/"))]
+    assert len(expected["calibration/realised"]) == 1
+    for step in (1, 2, 3, 6, 7, 11):
+        folder = tmp_path / f"from-{step}"
+        run = watched(folder, ckpt_path=str(tmp_path / "ckpt" / f"step={step}.ckpt"), **exact)
+        assert largest_difference(straight.weights, run.weights) == 0
+        got = read_series(folder)
+        for name in names:
+            later = [point for point in expected[name] if point[0] >= step]
+            assert got.get(name, []) == later, f"{name} from step {step}"
+
+
+def test_it_can_join_a_run_that_had_none(tmp_path):
+    trainer = VALIDATES | {"accumulate_grad_batches": 2, "enable_checkpointing": True}
+    fit(**SETTINGS, callbacks=[ExactResume(), saving(tmp_path)], trainer=trainer)
+    watched(tmp_path, callbacks=[ExactResume()], ckpt_path=str(tmp_path / "ckpt" / "step=5.ckpt"))
+    series = read_series(tmp_path)
+    assert [step for step, _ in series["monitor/gain"]] == [7, 9, 11]  # not of the rollout it joined in the middle of
+    assert "calibration/predicted" not in series  # one sync was seen, with nothing before it
+
+
+def test_rewards_outside_the_theorem(tmp_path):
+    class Marks(LowDigits):
+        def score(self, prompt, completion):
+            return 10 * super().score(prompt, completion)
+
+    task = SortDigits(num_digits=2, num_held_out=20, reward=Marks())
+    with pytest.warns(UserWarning, match=r"rewards outside \[0, 1\]"):
+        watched(tmp_path, rollouts=2, data={"task": task})
+    names = read_series(tmp_path).keys()
+    assert "monitor/gain" in names
+    assert not any(name.startswith("monitor/bound") for name in names)
+
+
+def test_two_processes_measure_what_one_does(tmp_path):
+    rows = {}
+    for devices in (1, 2):
+        out = tmp_path / f"{devices}.pt"
+        command = [sys.executable, "-m", "tests.two_monitors", str(devices), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows[devices] = torch.load(out)
+    one, two = rows[1], rows[2]
+    assert two["world_size"] == 2
+    assert one["syncs"] == two["syncs"]
+    assert 1 < len(one["syncs"]) < 6
+    names = {name for name in one["logged"] if name.startswith(("monitor/", "calibration/", "sync/"))}
+    assert {"monitor/gain_stderr", "monitor/ratio_q10", "monitor/lag_1", "calibration/error_stderr"} <= names
+    for name in names:
+        assert one["logged"][name] == pytest.approx(two["logged"][name], rel=2e-3, abs=2e-4), name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ImprovementMonitor(every=0), "every is 0"),
+        (lambda: ImprovementMonitor(num_held_out=-1), "num_held_out is -1"),
+        (lambda: ImprovementMonitor(clip_low=1.5), r"clip_low is 1\.5"),
+        (lambda: ImprovementMonitor(eps=0.0), r"eps is 0\.0"),
+    ],
+)
+def test_settings(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+class Unheld(SortDigits):
+    def rows(self, split):
+        return super().rows(split) if split == "train" else []
+
+
+def test_held_out_prompts_that_are_not_there():
+    task = Unheld(num_digits=2, num_held_out=20, reward=LowDigits())
+    with pytest.raises(ValueError, match="no held-out prompts: the task has no validation set"):
+        fit(callbacks=[ImprovementMonitor(1, 8)], data={"task": task})
+
+
+def test_the_order_of_callbacks_does_not_matter(tmp_path):
+    def run(folder, order):
+        callbacks = [WeightSync(3), ImprovementMonitor(1, 8), ZeroVarianceMask(0.2)]
+        trainer = VALIDATES | {"logger": CSVLogger(str(folder), name="metrics")}
+        fit(**SETTINGS | {"v": 0}, callbacks=callbacks[::order], trainer=trainer)
+        return read_series(folder)
+
+    a, b = run(tmp_path / "a", 1), run(tmp_path / "b", -1)
+    assert a["monitor/gain"] == b["monitor/gain"]
+    assert a["calibration/predicted"] == b["calibration/predicted"]
