@@ -45,11 +45,8 @@ CALLBACK_KEYS = {
     "reference_refresh": ReferenceRefresh,
     "zero_variance_mask": ZeroVarianceMask,
     "validate_every": ValidateEvery,
-<<<<<<< HEAD
     "finite_steps": FiniteSteps,
-=======
     "improvement_monitor": ImprovementMonitor,
->>>>>>> monitor
 }
 RESUMABLE = 75
 """Exit code of a run that was stopped by a signal with a checkpoint: the system's own word for "try again later"."""
