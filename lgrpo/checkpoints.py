@@ -62,6 +62,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
         else:
             self.failed = None
 
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Without executing what it holds, unless that is asked for."""
+        return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+
     def remove_checkpoint(self, path: str | Path) -> None:
         if self.failed is None:
             super().remove_checkpoint(path)

@@ -222,7 +222,7 @@ class LGRPOCLI(LightningCLI):
         evaluate = {"validate": self.trainer.validate, "test": self.trainer.test}[subcommand]
         table: dict[int, dict[str, float]] = {}
         for step, path in find_checkpoints(Path(run)).items():
-            evaluate(self.model, datamodule=self.datamodule, ckpt_path=str(path), verbose=False)
+            evaluate(self.model, datamodule=self.datamodule, ckpt_path=str(path), verbose=False, weights_only=True)
             table[step] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
             if self.trainer.is_global_zero:
                 print(f"step {step}: " + ", ".join(headlines(table[step])), flush=True)
@@ -243,6 +243,8 @@ class LGRPOCLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if kwargs.get("weights_only") is None:
+            kwargs["weights_only"] = True  # a checkpoint is data: nothing in it is executed
         return kwargs | {"verbose": False} if "verbose" in kwargs else kwargs  # the figures are printed here
 
     def after_validate(self) -> None:

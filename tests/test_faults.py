@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, ZeroVarianceMa
 from lgrpo.callbacks import ExactResume, FiniteSteps, GracefulInterrupt
 from lgrpo.callbacks.finite_steps import NonFiniteError
 from lgrpo.checkpoints import PART, is_whole, newest_checkpoint, sweep_parts
-from lgrpo.cli import RESUMABLE
+from lgrpo.cli import RESUMABLE, main
 from lgrpo.data import DynamicSampling
 from lgrpo.report import read_series
 from lgrpo.rewards import Reward
@@ -221,6 +222,22 @@ class TestDamage:
         assert not list(folder.glob(f"*{PART}"))
 
 
+def test_a_sharded_checkpoint_is_moved_into_place_as_a_whole(tmp_path):
+    """Two processes write their halves, twice over the same name."""
+    command = [sys.executable, "-m", "tests.sharded", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=200, cwd=Path(__file__).parents[1], capture_output=True)
+    checkpoint = tmp_path / "last.ckpt"
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    shards = sorted(checkpoint.glob("*.distcp"))
+    assert len(shards) == 2
+    assert torch.load(checkpoint / "meta.pt", weights_only=True)["global_step"] == 2
+    assert newest_checkpoint(tmp_path) == checkpoint
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    assert not is_whole(checkpoint)
+    shards[0].unlink()
+    assert not is_whole(checkpoint)
+
+
 IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 can_mount = subprocess.run([*IN_A_NAMESPACE, "mount -t tmpfs none /mnt"], capture_output=True).returncode == 0
 
@@ -400,10 +417,38 @@ def test_checkpoints_are_small_and_hold_the_reference_once(tmp_path):
     assert "reference" not in str(state["RolloutDataModule"].keys())
 
 
-def test_what_is_written_loads_without_executing(tmp_path):
+class Bomb:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_a_checkpoint_is_data(tmp_path):
+    """What a run writes loads without executing anything, and what would execute something does not load."""
     fit(**settings(tmp_path, save=True, rollouts=1))
-    for path in tmp_path.rglob("*.ckpt"):
-        torch.load(path, weights_only=True)
+    state = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
+    torch.save(state | {"extra": Bomb(tmp_path / "executed")}, tmp_path / "bomb.ckpt")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        fit(**settings(tmp_path, rollouts=2), ckpt_path=str(tmp_path / "bomb.ckpt"))
+    for command in ("fit", "validate"):
+        run = ["--run=" + str(tmp_path / "run")] if command == "fit" else []
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            main([command, f"--config={TINY}", *run, f"--ckpt_path={tmp_path / 'bomb.ckpt'}"])
+    assert not (tmp_path / "executed").exists()
+
+
+def test_no_key_is_written_down(tmp_path, monkeypatch):
+    """Neither in the config of a run nor in what it prints."""
+    monkeypatch.setenv("LGRPO_VLLM_API_KEY", "a-secret-nobody-should-see")
+    process = run_lgrpo(*SMALL, f"--run={tmp_path / 'run'}", "--data.num_rollouts=1")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [text for text in [output.encode(), *written] if b"a-secret" in text]
 
 
 def test_an_interrupt_handler_leaves_the_signals_as_they_were():

@@ -38,6 +38,7 @@ _TRAIN = [
     "entropy",
 ]
 _TIME = ["sync", "generate", "score", "wait", "update", "trainer_idle_share", "engine_idle_share"]
+_FAULT = ["engine_failures", "nonfinite_steps", "checkpoint_writes", "file_writes", "logger_writes"]
 _VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference"]
 
 
@@ -50,7 +51,7 @@ def metric_names(num_samples: Mapping[str, int]) -> list[str]:
     >>> [name for name in metric_names({"": 5, "aime": 2}) if "j@" in name or "s@" in name and "1" not in name]
     ['val/pass@2', 'val/pass@4', 'val/pass@5', 'val/maj@4', 'val/maj@5', 'val/aime/pass@2']
     """
-    rooms = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME}
+    rooms = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME, "fault": _FAULT}
     for task, count in num_samples.items():
         several = sorted({2**n for n in range(1, count.bit_length())} | ({count} - {1}))
         at_k = [f"pass@{k}" for k in several] + [f"maj@{k}" for k in several if k > 2]
