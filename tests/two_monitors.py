@@ -15,7 +15,7 @@ def main() -> None:
     trainer = {"devices": devices, "accumulate_grad_batches": 2, "limit_val_batches": 1.0}
     if devices > 1:
         trainer["strategy"] = "ddp"
-    callbacks = [AdaptiveWeightSync(budget=0.6, hysteresis=0.0), ImprovementMonitor(1, num_held_out=7)]
+    callbacks = [AdaptiveWeightSync(budget=0.45, hysteresis=0.0), ImprovementMonitor(1, num_held_out=7)]
     run = build(v=0, i=2, rollouts=6, learning_rate=0.2, callbacks=callbacks, trainer=trainer)
     run.trainer.fit(run.module, datamodule=run.data)
     if run.trainer.is_global_zero:

@@ -181,4 +181,5 @@ class ImprovementMonitor(RolloutCallback):
         own = ranks[trainer.global_rank]
         self._begun, self._proximal, self._version = own["begun"], own["proximal"], own["version"]
         self._held_out = own["held_out"] and RolloutBatch.from_state_dict(own["held_out"])
+        self.lags.update(torch.zeros(0, dtype=torch.int64))  # else torchmetrics would call it unused
         self.lags.counts = own["lags"].to(self.lags.device)
