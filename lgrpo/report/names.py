@@ -8,6 +8,7 @@ from difflib import get_close_matches
 _ROLLOUT = [
     "reward",
     "reward_std",
+    "reward_stderr",
     "zero_variance_fraction",
     "completion_length",
     "live_fraction",
@@ -37,8 +38,61 @@ _TRAIN = [
     "engine_mismatch_max",
     "entropy",
 ]
-_TIME = ["sync", "generate", "score", "wait", "update", "trainer_idle_share", "engine_idle_share"]
+_TIME = [
+    "sync",
+    "generate",
+    "score",
+    "wait",
+    "update",
+    "trainer_idle_share",
+    "engine_idle_share",
+    "engine_recovery",
+    "monitor",
+    "calibration",
+    "divergence",
+]
 _FAULT = ["engine_failures", "nonfinite_steps", "checkpoint_writes", "file_writes", "logger_writes"]
+_MONITOR = [
+    "gain",
+    "gain_varied",
+    "gain_rollout",
+    "zero_variance_fraction",
+    "s",
+    "s_bernoulli",
+    "coefficient",
+    "coefficient_bernoulli",
+    "surrogate",
+    "surrogate_bernoulli",
+    "tv",
+    "tv_pinsker",
+    "tv_proximal",
+    "tv_proximal_pinsker",
+    "bound_2",
+    "bound_2_bernoulli",
+    "bound_2_pinsker",
+    "bound_1",
+    "bound_1_bernoulli",
+    "bound_1_pinsker",
+    "bound_2_positive",
+    "kl",
+    "kl_k3",
+    "tv_rms",
+    "chi_squared",
+    "effective_sample_size",
+    "ratio_q01",
+    "ratio_max",
+    "clip_fraction_positive",
+    "clip_fraction_negative",
+    "clip_fraction",
+    "lag_0",
+]
+_CALIBRATION = [
+    "predicted",
+    "realised",
+    "error",
+    "reward",
+]
+_SYNC = ["divergence"]
 _VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference"]
 
 
@@ -52,6 +106,7 @@ def metric_names(num_samples: Mapping[str, int]) -> list[str]:
     ['val/pass@2', 'val/pass@4', 'val/pass@5', 'val/maj@4', 'val/maj@5', 'val/aime/pass@2']
     """
     rooms = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME, "fault": _FAULT}
+    rooms |= {"monitor": _MONITOR, "calibration": _CALIBRATION, "sync": _SYNC}
     for task, count in num_samples.items():
         several = sorted({2**n for n in range(1, count.bit_length())} | ({count} - {1}))
         at_k = [f"pass@{k}" for k in several] + [f"maj@{k}" for k in several if k > 2]
