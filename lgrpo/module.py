@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -125,6 +126,8 @@ class GRPOModule(L.LightningModule):
         if self.reference is None:
             raise RuntimeError("there is no reference to refresh: the loss has no KL term (kl_coef is 0)")
         self._reference_logprobs = {}
+        self.policy.settle()
+        self.reference.settle()
         for own, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
         self.amplifications.reference_moved(self.global_step, copied=decay == 0)
@@ -140,6 +143,9 @@ class GRPOModule(L.LightningModule):
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if self.needs_reference and self.reference is None and fitting:  # an evaluation needs the policy alone
             self.reference = copy.deepcopy(self.policy).requires_grad_(False).eval()
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for policy in filter(None, (self.policy, self.reference)):
+                policy.shard(self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(p for p in self.policy.parameters() if p.requires_grad)
@@ -235,8 +241,8 @@ class GRPOModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             self._loaded_step = checkpoint["global_step"]
-            weights = checkpoint["state_dict"]
-            if self.reference is None:
+            weights = checkpoint.get("state_dict", {})  # a sharded one has them elsewhere
+            if self.reference is None and weights:
                 checkpoint["state_dict"] = {n: w for n, w in weights.items() if not n.startswith("reference.")}
             return  # scores of another evaluation's settings would mislead
         if "grpo" not in checkpoint:

@@ -13,6 +13,9 @@ from typing import Any, Literal, final
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -248,12 +251,29 @@ class CausalPolicy(nn.Module):
         )
         return packed.last_hidden_state[0]
 
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Spreads the weights over processes (FSDP2), layer by layer. Does nothing the second time."""
+        if not isinstance(self, FSDPModule):
+            for layer in self.model.base_model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self, mesh=mesh)
+
+    def settle(self) -> None:
+        """Gives back what a pass without gradients has gathered: every process holds its own part again."""
+        if isinstance(self, FSDPModule):
+            self.reshard()
+
     def weights(self) -> PolicyWeights:
-        """The weights by their Hugging Face names, a tied head under both of its names."""
+        """The weights by their Hugging Face names, a tied head under both of its names.
+
+        Of a policy that is spread over processes, each tensor is gathered when its turn comes, on all of them.
+        """
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
+            self.settle()
             for name, tensor in self.model.state_dict().items():
-                yield name, tensor.detach()
+                tensor = tensor.detach()
+                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
         return PolicyWeights(config=self.model.config, tensors=tensors)
 

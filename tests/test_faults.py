@@ -31,6 +31,7 @@ from lgrpo.types import RolloutBatch
 from tests.chaos import chaos
 from tests.helpers import build, fit, largest_difference
 from tests.processes import until_nobody_lives
+from tests.two_shards import make
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SMALL = [
@@ -222,20 +223,27 @@ class TestDamage:
         assert not list(folder.glob(f"*{PART}"))
 
 
-def test_a_sharded_checkpoint_is_moved_into_place_as_a_whole(tmp_path):
-    """Two processes write their halves, twice over the same name."""
-    command = [sys.executable, "-m", "tests.sharded", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=200, cwd=Path(__file__).parents[1], capture_output=True)
-    checkpoint = tmp_path / "last.ckpt"
-    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
-    shards = sorted(checkpoint.glob("*.distcp"))
-    assert len(shards) == 2
-    assert torch.load(checkpoint / "meta.pt", weights_only=True)["global_step"] == 2
-    assert newest_checkpoint(tmp_path) == checkpoint
-    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+def test_a_policy_spread_over_two_processes(tmp_path):
+    """FSDP2: from inside a cycle and inside a rollout the end is the same to the bit; its checkpoints are folders."""
+    command = [sys.executable, "-m", "tests.two_shards", str(tmp_path), "3", "6"]
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[1], capture_output=True)
+    straight, *resumed = (torch.load(tmp_path / f"from-{step}.pt") for step in (0, 3, 6))
+    for step, end in zip((3, 6), resumed, strict=True):
+        assert end["steps"] == straight["steps"] == 10
+        assert end["lags"] == straight["lags"][step:]
+        assert largest_difference(straight["weights"], end["weights"]) == 0, f"from step {step}"
+    one = make(tmp_path / "one", devices=1, saving=False)
+    one.trainer.fit(one.module, datamodule=one.data)
+    assert one.recorder.lags == straight["lags"]
+    assert largest_difference(dict(one.module.policy_weights()), straight["weights"]) < 1e-3  # AdamW enlarges rounding
+    checkpoint = tmp_path / "step=10.ckpt"
+    assert not list(tmp_path.glob(f"*{PART}"))
+    assert is_whole(checkpoint)
+    (shard, _) = sorted(checkpoint.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
     assert not is_whole(checkpoint)
-    shards[0].unlink()
-    assert not is_whole(checkpoint)
+    with pytest.warns(UserWarning, match=r"damaged, so not used: step=10\.ckpt"):
+        assert newest_checkpoint(tmp_path).name == "step=9.ckpt"
 
 
 IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

@@ -1,0 +1,54 @@
+"""A run whose policy is spread over two CPU processes (FSDP2): ``python -m tests.two_shards FOLDER [STEP …]``.
+
+It is trained to its end, a sharded checkpoint after every step; then again from each STEP. The weights at every end go to
+``FOLDER/from-STEP.pt`` (0 for the first).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lgrpo import ClippedLoss, ReferenceRefresh, ZeroVarianceMask
+from lgrpo.callbacks import ExactResume, FiniteSteps
+from tests.helpers import Run, build
+
+
+def make(folder: Path, devices: int, saving: bool) -> Run:
+    callbacks = [ZeroVarianceMask(0.2), ReferenceRefresh(period=2, decay=0.5), ExactResume(), FiniteSteps()]
+    if saving:
+        callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+    trainer = {"devices": devices, "accumulate_grad_batches": 2, "default_root_dir": str(folder)}
+    if devices > 1:
+        trainer["strategy"] = ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+    return build(
+        v=4,
+        i=2,
+        rollouts=5,
+        loss=ClippedLoss(0.05, 0.05, centre="proximal", kl_coef=0.1),
+        optimizer=torch.optim.AdamW,
+        learning_rate=0.02,
+        callbacks=callbacks,
+        trainer=trainer | {"enable_checkpointing": saving},
+    )
+
+
+def main() -> None:
+    folder, steps = Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]
+    for step in [0, *steps]:
+        run = make(folder, 2, saving=step == 0)
+        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=str(folder / f"step={step}.ckpt") if step else None)
+        weights = {name: tensor.clone() for name, tensor in run.module.policy_weights()}  # gathered, on both
+        if run.trainer.is_global_zero:
+            state = {"weights": weights, "lags": run.recorder.lags, "steps": run.trainer.global_step}
+            torch.save(state, folder / f"from-{step}.pt")
+
+
+if __name__ == "__main__":
+    main()
