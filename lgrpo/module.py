@@ -143,7 +143,7 @@ class GRPOModule(L.LightningModule):
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if self.needs_reference and self.reference is None and fitting:  # an evaluation needs the policy alone
             self.reference = copy.deepcopy(self.policy).requires_grad_(False).eval()
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and self.device_mesh is not None:
             for policy in filter(None, (self.policy, self.reference)):
                 policy.shard(self.device_mesh["data_parallel"])
 

@@ -1,7 +1,7 @@
 """A run whose policy is spread over two CPU processes (FSDP2): ``python -m tests.two_shards FOLDER [STEP …]``.
 
-It is trained to its end, a sharded checkpoint after every step; then again from each STEP. The weights at every end go to
-``FOLDER/from-STEP.pt`` (0 for the first).
+It is trained to its end, a sharded checkpoint after every step; then again from each STEP. The weights at every end go
+to ``FOLDER/from-STEP.pt`` (0 for the first).
 """
 
 from __future__ import annotations
