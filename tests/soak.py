@@ -105,7 +105,11 @@ def options(folder: Path, rollouts: int, arguments: argparse.Namespace) -> list[
     return [
         f"--config={ROOT / 'configs' / 'tiny.yaml'}",
         *(
-            [f"--config={ROOT / 'configs' / 'vllm_server.yaml'}", "--data.engine.hang_timeout=5"]
+            [
+                f"--config={ROOT / 'configs' / 'vllm_server.yaml'}",
+                "--data.engine.hang_timeout=5",
+                "--data.engine.sync_timeout=30",
+            ]
             if arguments.vllm
             else []
         ),
@@ -115,7 +119,7 @@ def options(folder: Path, rollouts: int, arguments: argparse.Namespace) -> list[
         "--trainer.limit_val_batches=0",
         "--trainer.num_sanity_val_steps=0",
         "--trainer.enable_progress_bar=false",
-        "--trainer.log_every_n_steps=10",
+        "--trainer.log_every_n_steps=1",
         "--data.num_prompts=4",
         "--data.group_size=4",
         "--data.scoring.timeout=1",
