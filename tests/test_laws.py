@@ -96,6 +96,7 @@ class TestAhead:
         assert largest_difference(plain.weights, ahead.weights) == 0
         assert plain.recorder.lags == ahead.recorder.lags
         assert plain.recorder.started == ahead.recorder.started
+        assert [record.step for record in ahead.data.engine.ledger] == [0, 6, 12]
         for a, b in zip(plain.recorder.rollouts, ahead.recorder.rollouts, strict=True):
             assert torch.equal(a.tokens, b.tokens)
             assert torch.equal(a.behaviour_logprobs, b.behaviour_logprobs)

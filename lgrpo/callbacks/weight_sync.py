@@ -37,9 +37,12 @@ class EngineSync(RolloutCallback, ABC):
             )
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
-        engine = rollout_owner(trainer).engine
-        if not self.is_due(trainer, rollout) and not engine.spent:  # spent: after a resume with another period
-            return
+        data = rollout_owner(trainer)
+        engine = data.engine
+        if not self.is_due(trainer, rollout):
+            is_sampled = any(batch.rollout == rollout for batch in data.sampled())
+            if is_sampled or not engine.spent:
+                return  # else the weights at hand are used up: a resumed run has another period
         weights = policy_owner(trainer).policy_weights()
         record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
         if trainer.is_global_zero:
