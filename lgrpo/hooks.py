@@ -99,6 +99,9 @@ class RolloutCallback(L.Callback):
     of callbacks can change a result. What needs more is an advantage, a reward or a loss.
     """
 
+    order: int = 2
+    """Of those told of a rollout's start, the lower the sooner: what may fail does so while nothing has changed."""
+
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
         """Rollout k is about to be generated; ``trainer.global_step`` updates have been made."""
 
@@ -120,7 +123,7 @@ def rollout_callbacks(trainer: L.Trainer) -> list[RolloutCallback]:
 
 def call_rollout_start(trainer: L.Trainer, rollout: int) -> None:
     """Tells every rollout callback that rollout k is about to be generated."""
-    for callback in rollout_callbacks(trainer):
+    for callback in sorted(rollout_callbacks(trainer), key=lambda callback: callback.order):
         callback.on_rollout_start(trainer, trainer.lightning_module, rollout)
 
 

@@ -17,12 +17,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, ZeroVarianceMask
-from lgrpo.callbacks import ExactResume, FiniteSteps, GracefulInterrupt
+from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, TransformersEngine, WeightSync, ZeroVarianceMask
+from lgrpo.callbacks import AdaptiveWeightSync, ExactResume, FiniteSteps, GracefulInterrupt
 from lgrpo.callbacks.finite_steps import NonFiniteError
 from lgrpo.checkpoints import PART, is_whole, newest_checkpoint, sweep_parts
 from lgrpo.cli import RESUMABLE, main
 from lgrpo.data import DynamicSampling
+from lgrpo.engines import EngineError, WeightSyncError
 from lgrpo.report import read_series
 from lgrpo.rewards import Reward
 from lgrpo.settings import ResumeError
@@ -465,3 +466,66 @@ def test_an_interrupt_handler_leaves_the_signals_as_they_were():
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     fit(rollouts=1, callbacks=[GracefulInterrupt()])
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+class Failing(TransformersEngine):
+    """Fails once: at its n-th sync, or at its n-th generation; in the background, if it is told so."""
+
+    def __init__(self, *, sync=0, generation=0, overlaps=False):
+        super().__init__()
+        self.left = {"sync": sync, "generation": generation}
+        self.can_overlap = overlaps
+
+    def _count(self, what):
+        self.left[what] -= 1
+        return self.left[what] == 0
+
+    def receive(self, weights, version):
+        if self._count("sync"):
+            raise WeightSyncError("the sync failed: four servers in a row")
+        return super().receive(weights, version)
+
+    def generate(self, *arguments, **options):
+        if self._count("generation"):
+            raise EngineError("vLLM failed 4 times")
+        return super().generate(*arguments, **options)
+
+
+class First(RolloutCallback):
+    """Stands before the sync, and changes something at every rollout's start."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_rollout_start(self, trainer, pl_module, rollout):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("sync", [lambda: WeightSync(2), lambda: AdaptiveWeightSync(minimum=2, maximum=2)])
+@pytest.mark.parametrize(
+    "fault", [{"sync": 2}, {"generation": 4}, {"generation": 4, "overlaps": True}, {"sync": 2, "overlaps": True}]
+)
+def test_an_engine_that_is_given_up_leaves_a_checkpoint(tmp_path, fault, sync):
+    """The run ends with its error, and goes on as if nothing had happened."""
+
+    def run(engine, **more):
+        first = First()
+        callbacks = [first, sync(), ReferenceRefresh(period=2, decay=0.5), ExactResume(), GracefulInterrupt()]
+        own = {"v": 0, "i": 2, "rollouts": 6, "loss": ClippedLoss(kl_coef=0.1), "callbacks": callbacks}
+        trainer = {"default_root_dir": str(tmp_path)}
+        return first, fit(**own, data={"engine": engine}, trainer=trainer, **more)
+
+    expected, straight = run(TransformersEngine())
+    with pytest.raises((EngineError, WeightSyncError)):
+        run(Failing(**fault))
+    first, resumed = run(TransformersEngine(), ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
+    assert largest_difference(straight.weights, resumed.weights) == 0
+    assert largest_difference(dict(straight.module.reference_weights()), dict(resumed.module.reference_weights())) == 0
+    assert [r.step for r in resumed.data.engine.ledger] == [r.step for r in straight.data.engine.ledger] == [0, 4, 8]
+    assert first.count == expected.count == 6

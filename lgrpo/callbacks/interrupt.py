@@ -30,6 +30,8 @@ class GracefulInterrupt(RolloutCallback):
     writes a checkpoint and requeues the job; that too waits for such a moment.
     """
 
+    order = 1
+
     def __init__(self) -> None:
         self.saved: Path | None = None
         """The checkpoint that was written when the run was stopped."""
@@ -60,7 +62,9 @@ class GracefulInterrupt(RolloutCallback):
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
         self._busy = False
         self._stop_if_asked(trainer)
-        self._busy = stage == "sync"
+
+    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
+        self._busy = True  # the sync is done, the other hooks come now
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -16,6 +16,8 @@ from lgrpo.settings import Settings
 class EngineSync(RolloutCallback, ABC):
     """Hands the engine the policy before the rollouts a subclass chooses, and keeps the ledger in ``syncs.jsonl``."""
 
+    order = 0
+
     @abstractmethod
     def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
         """Whether the engine gets the policy before rollout k. Asked once for each rollout; the same on all ranks."""
@@ -39,12 +41,17 @@ class EngineSync(RolloutCallback, ABC):
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
         data = rollout_owner(trainer)
         engine = data.engine
+        before = self.state_dict()
         if not self.is_due(trainer, rollout):
             is_sampled = any(batch.rollout == rollout for batch in data.sampled())
-            if is_sampled or not engine.spent:
-                return  # else the weights at hand are used up: a resumed run has another period
+            if is_sampled or not (engine.spent or engine.step is None):
+                return  # else there are no weights to sample from: a resumed run has another period
         weights = policy_owner(trainer).policy_weights()
-        record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
+        try:
+            record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
+        except BaseException:
+            self.load_state_dict(before)  # in a checkpoint written now, this sync is still to come
+            raise
         if trainer.is_global_zero:
             append_lines(trainer, "syncs.jsonl", [record.as_dict() | {"rollout": rollout} | self.reason()], "version")
 

@@ -94,6 +94,9 @@ class RolloutSchedule:
             if self.engine.version != version:
                 count = self.engine.num_rollouts
                 self._cycle_end = None if count is None else rollout + count
+            call_stage(
+                trainer, "generate"
+            )  # also where that goes on in the background: it is what the trainer waits for
             self._ask(trainer, rollout)
         return seconds
 
