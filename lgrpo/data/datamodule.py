@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
-from lgrpo.data.collate import collate_rollout, pair_up
 from lgrpo.data.compare import set_advantages
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator
 from lgrpo.data.late import LateGroups, completions_of, join_late
@@ -30,7 +29,7 @@ from lgrpo.data.sampler import DynamicSampling, RolloutSampler
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.data.scorer import Scorer
 from lgrpo.data.totals import fill_totals
-from lgrpo.data.validation import validate
+from lgrpo.data.validation import held_out_rollout, validate
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
 from lgrpo.hooks import Stage, call_rollout_end, call_stage, policy_owner
 from lgrpo.rewards import Score, Scoring
@@ -355,24 +354,11 @@ class RolloutDataModule(L.LightningDataModule):
         own = next((evaluator for evaluator in self._evaluators if not evaluator.name), None)
         if own is None:
             raise ValueError("there are no held-out prompts: the task has no validation set")
-        settings = Evaluation(num_samples=self.group_size, num_problems=num_prompts, seed=own.settings.seed)
-        evaluator = Evaluator("", own.task, settings, own.prompts, own.scorer, self.sampling)
-        trainer = self._trainer
         self.schedule.wait()  # the engine is about to hold other weights
-        weights, where = policy_owner(trainer).policy_weights(), (trainer.global_rank, trainer.world_size)
-        samples = evaluator(weights, self.engine, trainer.global_step, self.tokenizer, *where, is_shown=False)
+        sizes = num_prompts, self.group_size
+        batch = held_out_rollout(own, *sizes, self.sampling, self.engine, self.tokenizer, self._trainer)
         self.engine.rest()
-        prompts, completions = pair_up(samples.problems, samples.groups)
-        return collate_rollout(
-            prompts,
-            completions,
-            samples.rewards.flatten().tolist(),
-            group_size=self.group_size,
-            pad_token_id=self.tokenizer.pad_token_id,
-            temperature=self.sampling.temperature,
-            max_tokens=self.sampling.max_tokens,
-            rollout=-1,
-        )
+        return batch
 
     def _evaluator(self, name: str, task: Task, settings: Evaluation) -> Evaluator:
         sampling = settings.sampling or self.sampling

@@ -13,10 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.data.evaluation import Evaluator, Samples
-from lgrpo.engines import RolloutEngine
+from lgrpo.data.collate import collate_rollout, pair_up
+from lgrpo.data.evaluation import Evaluation, Evaluator, Samples
+from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.hooks import call_stage, policy_owner, run_folder
-from lgrpo.types import EvaluationBatch
+from lgrpo.types import EvaluationBatch, RolloutBatch
 
 
 def validate(
@@ -35,6 +36,33 @@ def validate(
         keep_results(evaluator.name, samples, evaluator.settings.results, trainer)
     return EvaluationBatch(
         task=evaluator.name, correct=samples.correct, answers=samples.answers, reference_correct=reference
+    )
+
+
+def held_out_rollout(
+    evaluator: Evaluator,
+    num_prompts: int,
+    group_size: int,
+    sampling: Sampling,
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    trainer: L.Trainer,
+) -> RolloutBatch:
+    """Groups of a task's first problems, this rank's share, drawn from the current policy as ``sampling`` says."""
+    settings = Evaluation(num_samples=group_size, num_problems=num_prompts, seed=evaluator.settings.seed)
+    own = Evaluator("", evaluator.task, settings, evaluator.prompts, evaluator.scorer, sampling)
+    weights, where = policy_owner(trainer).policy_weights(), (trainer.global_rank, trainer.world_size)
+    samples = own(weights, engine, trainer.global_step, tokenizer, *where, is_shown=False)
+    prompts, completions = pair_up(samples.problems, samples.groups)
+    return collate_rollout(
+        prompts,
+        completions,
+        samples.rewards.flatten().tolist(),
+        group_size=group_size,
+        pad_token_id=tokenizer.pad_token_id,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        rollout=-1,
     )
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -31,12 +28,18 @@ from lgrpo.engines.base import (
     give_up,
 )
 from lgrpo.engines.ledger import Sent, WeightSyncError
+from lgrpo.engines.vllm_process import (
+    WHOLE_PROMPTS,
+    check_lengths,
+    explain,
+    first_line,
+    import_vllm,
+    isolated,
+    without_collection,
+)
 from lgrpo.engines.vllm_weights import Layout, checksums, engine_layout, read_parts
 from lgrpo.functional import as_numbers, stream_seed, tensor_checksum
 from lgrpo.types import Completion, PolicyWeights, Prompt
-
-WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
-"""On a CPU: where vLLM reads a prompt in pieces it turns a seeded request's generator back, which CPUs' cannot do."""
 
 
 @final
@@ -117,7 +120,7 @@ class VLLMEngine(RolloutEngine):
             self.close()  # its tensors are left without storage: nothing may be sampled from it
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
                 raise
-            raise WeightSyncError(f"vLLM did not take the weights: {_first_line(error)}") from error
+            raise WeightSyncError(f"vLLM did not take the weights: {first_line(error)}") from error
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
         self._config = weights.config
@@ -302,7 +305,7 @@ class VLLMEngine(RolloutEngine):
                 self.close()
             self.step, self.version = step, version  # so that a checkpoint asks for it, and is refused
             raise EngineError(
-                f"vLLM failed, and with it the behaviour policy it held ({_first_line(error)}): {GO_ON}"
+                f"vLLM failed, and with it the behaviour policy it held ({first_line(error)}): {GO_ON}"
             ) from error
         self.close()
         self._kept = weights
@@ -347,86 +350,4 @@ class VLLMEngine(RolloutEngine):
         try:
             return engine.step()
         except Exception as error:
-            raise EngineFailure(f"vLLM failed while it generated: {_first_line(error)}") from error
-
-
-def import_vllm() -> Any:
-    """The vllm package, or an error that says how to get it."""
-    try:
-        import vllm
-        import vllm.platforms
-    except ImportError as error:
-        raise EngineError(
-            f"this engine needs vLLM, which cannot be imported ({error}): pip install 'lgrpo[vllm]', or use "
-            "lgrpo.engines.TransformersEngine"
-        ) from error
-    return vllm
-
-
-def check_lengths(prompts: Sequence[Prompt], sampling: Sampling, max_model_len: int) -> None:
-    """vLLM would cut the completion of a long prompt short without a word."""
-    for prompt in prompts:
-        if len(prompt.token_ids) + sampling.max_tokens > max_model_len:
-            raise ValueError(
-                f"a prompt of {len(prompt.token_ids)} tokens and a completion of {sampling.max_tokens} exceed vLLM's "
-                f"max_model_len of {max_model_len}: {prompt.text[:60]!r}…"
-            )
-
-
-def explain(error: Exception, config: PretrainedConfig) -> str:
-    """What stopped vLLM from starting, in a line, with what to do about it."""
-    text, architecture = str(error), (config.architectures or [config.model_type])[0]
-    if "are not supported" in text or "no vLLM implementation" in text.lower() or "head_size" in text.lower():
-        return f"vLLM cannot serve {architecture}: {_first_line(error)}. Use lgrpo.engines.TransformersEngine"
-    if "KV cache" in text or "cache blocks" in text or "memory" in text.lower():
-        return (
-            f"vLLM found no memory for the KV cache: {_first_line(error)}. Lower max_model_len, or raise kv_cache_gib "
-            "or gpu_memory_utilization"
-        )
-    return f"vLLM did not start with {architecture}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """No search for garbage: vLLM makes many small objects at every token, and few of them are garbage by then."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def isolated() -> Iterator[None]:
-    """vLLM works inside; random states, thread count, exception hook and environment are the trainer's again after."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    set_threads, threads, hook, environment = (
-        torch.set_num_threads,
-        torch.get_num_threads(),
-        sys.excepthook,
-        dict(os.environ),
-    )
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
-        sys.excepthook = hook
-        gc.unfreeze()
-        for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "TORCHINDUCTOR_COMPILE_THREADS"):
-            if name in environment:
-                os.environ[name] = environment[name]
-            else:
-                os.environ.pop(name, None)
+            raise EngineFailure(f"vLLM failed while it generated: {first_line(error)}") from error

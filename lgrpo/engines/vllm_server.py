@@ -14,7 +14,7 @@ from lgrpo.engines.base import EngineError, OnGroup, Sampling, completion_from, 
 from lgrpo.engines.dispatch import Dispatch
 from lgrpo.engines.fleet import Fleet
 from lgrpo.engines.server import VLLMServer
-from lgrpo.engines.vllm import WHOLE_PROMPTS, check_lengths, import_vllm
+from lgrpo.engines.vllm_process import WHOLE_PROMPTS, check_lengths, import_vllm
 from lgrpo.engines.vllm_transfer import FileTransfer
 from lgrpo.functional import stream_seed
 from lgrpo.types import Completion, PolicyWeights, Prompt

@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 import requests
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from lgrpo import Sampling
+from lgrpo.cli import main
 from lgrpo.engines import EngineError, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.server import VLLMServer
-from tests.engines.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
+from tests.engines.test_vllm import TEXTS, TOLERANCE, as_ids, check_that_it_goes_on, disturb, mismatch, prompts
 from tests.helpers import fit, tiny_policy
 
 pytest.importorskip("vllm")
+
+CONFIGS, PRINT = Path(__file__).parents[2] / "configs", "--print_config"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,29 @@ def test_a_whole_run_that_samples_while_it_trains(engine):
     assert lead.recorder.lags == [0, 1, 1, 1, 1, 1]
     exact = fit(v=1, rollouts=4, data={"engine": engine})
     assert exact.recorder.lags == [0] * 4
+
+
+def test_a_run_that_goes_on(engine, tmp_path):
+    check_that_it_goes_on(engine, tmp_path)
+
+
+def test_no_key_is_written_down(engine, running, tmp_path, capfd):
+    """Neither on a server's command line, nor in its log, nor in a run's config, files and output."""
+    keys = [server.api_key for server in engine.servers]
+    for server in engine.servers:
+        assert server.api_key.encode() not in Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+        assert server.api_key not in server.log.read_text()
+    fit(rollouts=1, data={"engine": engine}, trainer={"default_root_dir": str(tmp_path), "logger": CSVLogger(tmp_path)})
+    overlay = CONFIGS / "vllm_server.yaml"
+    with pytest.raises(SystemExit):
+        main(
+            ["fit", f"--config={CONFIGS / 'tiny.yaml'}", f"--config={overlay}", f"--data.engine.urls={running}", PRINT]
+        )
+    printed = "".join(capfd.readouterr())
+    assert "api_key_env: LGRPO_VLLM_API_KEY" in printed
+    written = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+    assert written
+    assert not [key for key in keys for text in [printed, *written] if key in text]
 
 
 def test_a_server_that_runs_already(policy, engine, running):

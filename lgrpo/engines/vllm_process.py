@@ -1,0 +1,103 @@
+"""vLLM in a process that is not its own: how it is imported, kept apart from the trainer, and understood when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from lgrpo.engines.base import EngineError, Sampling
+from lgrpo.types import Prompt
+
+WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
+"""On a CPU: where vLLM reads a prompt in pieces it turns a seeded request's generator back, which CPUs' cannot do."""
+
+
+def import_vllm() -> Any:
+    """The vllm package, or an error that says how to get it."""
+    try:
+        import vllm
+        import vllm.platforms
+    except ImportError as error:
+        raise EngineError(
+            f"this engine needs vLLM, which cannot be imported ({error}): pip install 'lgrpo[vllm]', or use "
+            "lgrpo.engines.TransformersEngine"
+        ) from error
+    return vllm
+
+
+def check_lengths(prompts: Sequence[Prompt], sampling: Sampling, max_model_len: int) -> None:
+    """vLLM would cut the completion of a long prompt short without a word."""
+    for prompt in prompts:
+        if len(prompt.token_ids) + sampling.max_tokens > max_model_len:
+            raise ValueError(
+                f"a prompt of {len(prompt.token_ids)} tokens and a completion of {sampling.max_tokens} exceed vLLM's "
+                f"max_model_len of {max_model_len}: {prompt.text[:60]!r}…"
+            )
+
+
+def explain(error: Exception, config: PretrainedConfig) -> str:
+    """What stopped vLLM from starting, in a line, with what to do about it."""
+    text, architecture = str(error), (config.architectures or [config.model_type])[0]
+    if "are not supported" in text or "no vLLM implementation" in text.lower() or "head_size" in text.lower():
+        return f"vLLM cannot serve {architecture}: {first_line(error)}. Use lgrpo.engines.TransformersEngine"
+    if "KV cache" in text or "cache blocks" in text or "memory" in text.lower():
+        return (
+            f"vLLM found no memory for the KV cache: {first_line(error)}. Lower max_model_len, or raise kv_cache_gib "
+            "or gpu_memory_utilization"
+        )
+    return f"vLLM did not start with {architecture}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No search for garbage: vLLM makes many small objects at every token, and few of them are garbage by then."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """vLLM works inside; random states, thread count, exception hook and environment are the trainer's again after."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    set_threads, threads, hook, environment = (
+        torch.set_num_threads,
+        torch.get_num_threads(),
+        sys.excepthook,
+        dict(os.environ),
+    )
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        sys.excepthook = hook
+        gc.unfreeze()
+        for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "TORCHINDUCTOR_COMPILE_THREADS"):
+            if name in environment:
+                os.environ[name] = environment[name]
+            else:
+                os.environ.pop(name, None)
