@@ -1,4 +1,4 @@
-"""vLLM in a process that is not its own: how it is imported, kept apart from the trainer, and understood when it fails."""
+"""vLLM in a process not its own: how it is imported, kept apart from the trainer, explained when it fails."""
 
 from __future__ import annotations
 
