@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lgrpo.adapters import LoRA as LoRA
     from lgrpo.callbacks import AdaptiveWeightSync as AdaptiveWeightSync
     from lgrpo.callbacks import ImprovementMonitor as ImprovementMonitor
     from lgrpo.callbacks import ReferenceRefresh as ReferenceRefresh
@@ -40,6 +41,7 @@ _ROOMS = {
     "Evaluation": "data",
     "GRPOModule": "module",
     "ImprovementMonitor": "callbacks",
+    "LoRA": "adapters",
     "Prompt": "types",
     "ReferenceRefresh": "callbacks",
     "RolloutBatch": "types",

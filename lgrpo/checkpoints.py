@@ -131,6 +131,20 @@ def has_sizes(folder: Path) -> bool:
         return False
 
 
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint that is not whole."""
+    if not path.is_dir():
+        return "it was cut short, or its bytes are not those that were written"
+    try:
+        sizes = json.loads((path / SIZES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"there is no {SIZES}, which is written last"
+    lost = [name for name in sizes if not (path / name).exists()]
+    if lost:
+        return f"{', '.join(lost)} of its {len(sizes)} files are missing"
+    return f"{', '.join(n for n, size in sizes.items() if (path / n).stat().st_size != size)} are cut short"
+
+
 def newest_checkpoint(folder: Path) -> Path:
     """The newest checkpoint of a folder that is whole. Newer ones that are not are named in a warning."""
     paths = sorted(folder.glob("*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name.startswith("last")))

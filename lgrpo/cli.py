@@ -1,4 +1,4 @@
-"""The command line: ``lgrpo fit | validate | test``, LightningCLI's, and ``lgrpo plan | report | score | sweep``."""
+"""The command line: LightningCLI's ``lgrpo fit | validate | test``, and ``plan | report | export | score | sweep``."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from lgrpo.callbacks import (
 )
 from lgrpo.checkpoints import newest_checkpoint, sweep_parts
 from lgrpo.data import RolloutDataModule, rescore
+from lgrpo.export import export
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
 from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, report, write_summary
@@ -52,6 +53,7 @@ RESUMABLE = 75
 EPILOG = (
     "lgrpo plan --config … says what a config means before anything is loaded: lags, syncs, tokens, memory. "
     "lgrpo test --checkpoints RUN evaluates every checkpoint of a run. "
+    "lgrpo export CHECKPOINT OUT writes a Hugging Face folder. "
     "lgrpo report RUN … writes a page of a run, or of several. "
     "lgrpo score FILE --config … scores recorded rollouts. lgrpo sweep GRID.yaml runs settings × seeds."
 )
@@ -269,6 +271,11 @@ class ParseOnly(LGRPOCLI):
     def __init__(self, args: list[str]) -> None:
         super().__init__(args, run=False)
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        for name in ("--ckpt_path", "--weights_only"):  # of fit alone, but the config of a run has them
+            parser.add_argument(name, type=Any, default=None)
+
     def before_instantiate_classes(self) -> None:
         """No run folder."""
 
@@ -359,6 +366,8 @@ def main(args: list[str] | None = None) -> None:
             print(plan(ParseOnly(args[1:]).config))
         elif args and args[0] == "report":
             report(args[1:])
+        elif args and args[0] == "export":
+            export(args[1:], lambda settings: ParseOnly(settings).config)
         elif args and args[0] == "score":
             score(args[1:])
         elif args and args[0] == "sweep":

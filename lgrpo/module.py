@@ -20,12 +20,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lgrpo.adapters import is_reference
 from lgrpo.functional import kl_divergence, quick_products
 from lgrpo.hooks import rollout_callbacks, rollout_owner
 from lgrpo.loggers import guard
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
-from lgrpo.policy import CausalPolicy
+from lgrpo.policy import AdapterReference, CausalPolicy
 from lgrpo.settings import (
     ResumeError,
     Settings,
@@ -56,7 +57,7 @@ class GRPOModule(L.LightningModule):
         """
         super().__init__()
         self.policy = policy
-        self.reference: CausalPolicy | None = None
+        self.reference: CausalPolicy | AdapterReference | None = None
         self.loss = copy.deepcopy(loss)  # the default is one object for all
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -126,10 +127,7 @@ class GRPOModule(L.LightningModule):
         if self.reference is None:
             raise RuntimeError("there is no reference to refresh: the loss has no KL term (kl_coef is 0)")
         self._reference_logprobs = {}
-        self.policy.settle()
-        self.reference.settle()
-        for own, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
-            own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
+        self.reference.follow(self.policy, decay)
         self.amplifications.reference_moved(self.global_step, copied=decay == 0)
 
     def note(self, name: str, value: float) -> None:
@@ -142,10 +140,11 @@ class GRPOModule(L.LightningModule):
         self.policy.build()
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if self.needs_reference and self.reference is None and fitting:  # an evaluation needs the policy alone
-            self.reference = copy.deepcopy(self.policy).requires_grad_(False).eval()
+            self.reference = self.policy.make_reference()
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and self.device_mesh is not None:
-            for policy in filter(None, (self.policy, self.reference)):
-                policy.shard(self.device_mesh["data_parallel"])
+            self.policy.shard(self.device_mesh["data_parallel"])
+            if self.reference is not None:
+                self.reference.shard(self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(p for p in self.policy.parameters() if p.requires_grad)
@@ -237,20 +236,32 @@ class GRPOModule(L.LightningModule):
             torch.distributed.all_gather_object(ranks, ranks[0])
         scores, settings = self.amplifications.scores(), self._resume_settings()
         checkpoint["grpo"] = {"scores": scores, "proximal": ranks, "settings": settings}
+        left_out = self._left_out()
+        checkpoint["state_dict"] = {n: w for n, w in checkpoint.get("state_dict", {}).items() if n not in left_out}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             self._loaded_step = checkpoint["global_step"]
             weights = checkpoint.get("state_dict", {})  # a sharded one has them elsewhere
             if self.reference is None and weights:
-                checkpoint["state_dict"] = {n: w for n, w in weights.items() if not n.startswith("reference.")}
+                weights = {n: w for n, w in weights.items() if not (n.startswith("reference.") or is_reference(n))}
+                checkpoint["state_dict"] = self._left_out() | weights
             return  # scores of another evaluation's settings would mislead
         if "grpo" not in checkpoint:
             raise ResumeError("the checkpoint was not written by a GRPOModule: there is no rollout to go on with in it")
         state = checkpoint["grpo"]
         compare_settings(state["settings"], self._resume_settings())
+        if weights := checkpoint.get("state_dict"):
+            checkpoint["state_dict"] = self._left_out() | weights
         self.amplifications.load_scores(state["scores"])
         self.proximal.load_state_dict(state["proximal"][self.trainer.global_rank])
+
+    def _left_out(self) -> dict[str, Tensor]:
+        """Weights a checkpoint does not have, as they are found where they came from."""
+        if self.policy.lora is None:
+            return {}
+        own = self.state_dict()
+        return {n: w for n, w in own.items() if self.policy.checkpoint_leaves_out(n.removeprefix("policy."))}
 
     def _resume_settings(self) -> Settings:
         """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
@@ -258,6 +269,8 @@ class GRPOModule(L.LightningModule):
         return {
             "model": architecture_of(self.policy.model.config),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "lora": describe(self.policy.lora),
+            "base": None if self.policy.lora is None else self.policy.base_checksum,
             "loss": describe(self.loss),
             "world size": self.trainer.world_size,
             "trainer.accumulate_grad_batches": self.trainer.accumulate_grad_batches,

@@ -9,7 +9,15 @@ import torch
 from jsonargparse import Namespace
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from lgrpo.adapters import LoRA, add_adapter
 from lgrpo.policy import CausalPolicy
+
+
+def policy_of(config: Namespace) -> CausalPolicy:
+    """The policy of a parsed config, not built."""
+    settings = dict(vars(config.model.policy))
+    lora = settings.pop("lora", None)
+    return CausalPolicy(**settings, lora=None if lora is None else LoRA(**vars(lora)))
 
 
 def plan(config: Namespace) -> str:
@@ -115,20 +123,29 @@ def _dull_groups(config: Namespace) -> str:
 def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
     """Weights, gradients, optimizer state, copies, and the activations of one micro-batch."""
     settings: dict[str, Any] = vars(config.model.policy)
-    policy = CausalPolicy(**settings)
+    policy = policy_of(config)
     try:
         architecture = policy.config
     except OSError as error:
         return [("memory", f"not estimated: the model's config cannot be read ({str(error).splitlines()[0]})")]
-    num_parameters = _num_parameters(architecture, settings["trust_remote_code"])
+    num_parameters, num_trained = _num_parameters(architecture, settings["trust_remote_code"], policy.lora)
     bytes_each = 2 if settings["dtype"] == "bfloat16" else 4
-    copies = {
-        "weights": bytes_each,
-        "gradients": bytes_each,
-        "AdamW": 2 * bytes_each,
-        "reference": bytes_each if _needs_reference(config.model.loss) else 0,
-        "engine's copy": bytes_each,
+    needs_reference = _needs_reference(config.model.loss)
+    held = {
+        "weights": bytes_each * num_parameters,
+        "gradients": bytes_each * num_parameters,
+        "AdamW": 2 * bytes_each * num_parameters,
+        "reference": bytes_each * num_parameters * needs_reference,
+        "engine's copy": bytes_each * num_parameters,
     }
+    if policy.lora is not None:  # adapters are float32, and the reference is one of them
+        trained = 4 * num_trained
+        held |= {
+            "adapters": trained,
+            "gradients": trained,
+            "AdamW": 2 * trained,
+            "reference": trained * needs_reference,
+        }
     text = architecture.get_text_config()
     activation_bytes = 2 if "bf16" in str(config.trainer.precision) else 4
     per_layer = (
@@ -138,11 +155,11 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
     )
     activations = tokens * text.num_hidden_layers * per_layer * activation_bytes
     logits = 3 * min(settings["chunk_size"], tokens) * text.vocab_size * 4
-    held = sum(copies.values()) * num_parameters
-    parts = ", ".join(f"{name} {_size(each * num_parameters)}" for name, each in copies.items() if each)
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in held.items() if size)
+    adapters = "" if policy.lora is None else f", of which none is trained, but {num_trained:,} of adapters"
     return [
-        ("policy", f"{num_parameters:,} parameters, {text.model_type}, {settings['dtype']}"),
-        ("memory, held", f"{_size(held)}: {parts}"),
+        ("policy", f"{num_parameters:,} parameters, {text.model_type}, {settings['dtype']}{adapters}"),
+        ("memory, held", f"{_size(sum(held.values()))}: {parts}"),
         (
             "memory, in a step",
             f"about {_size(activations + logits)} at worst: activations {_size(activations)}, logits {_size(logits)} "
@@ -163,7 +180,12 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _num_parameters(architecture: PretrainedConfig, trust_remote_code: bool) -> int:
+def _num_parameters(architecture: PretrainedConfig, trust_remote_code: bool, lora: LoRA | None) -> tuple[int, int]:
+    """Of the model, and of what is trained."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture, trust_remote_code=trust_remote_code)
-    return sum(p.numel() for p in model.parameters())
+        own = sum(p.numel() for p in model.parameters())
+        if lora is None:
+            return own, own
+        add_adapter(model, lora, model.get_output_embeddings())
+    return own, sum(p.numel() for p in model.parameters()) - own

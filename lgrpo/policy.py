@@ -5,8 +5,9 @@ Not here: sampling (engines), the loss (losses), who is trained and who is froze
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -29,8 +30,17 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lgrpo.functional import chunked_token_logprobs, packed_attention, quick_products
-from lgrpo.types import PolicyWeights
+from lgrpo import adapters
+from lgrpo.adapters import LoRA
+from lgrpo.functional import (
+    as_numbers,
+    chunked_token_logprobs,
+    combined_checksum,
+    packed_attention,
+    quick_products,
+    tensor_checksum,
+)
+from lgrpo.types import Adapter, PolicyWeights
 
 PACKED = "lgrpo_packed"
 """The name under which transformers knows attention without padding."""
@@ -97,6 +107,7 @@ class CausalPolicy(nn.Module):
         compile: bool = False,
         gradient_checkpointing: bool = False,
         chunk_size: int = 1024,
+        lora: LoRA | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         """
@@ -112,6 +123,7 @@ class CausalPolicy(nn.Module):
             compile: Compile the layers (``torch.compile``): slow to start, faster at every step. For GPUs.
             gradient_checkpointing: Compute activations again in the backward pass, to save memory.
             chunk_size: Tokens whose logits are held at a time.
+            lora: Train low-rank adapters (needs peft) instead of the weights, which may then be bfloat16.
             trust_remote_code: Let the model's repository run its own code on this machine.
         """
         super().__init__()
@@ -135,6 +147,7 @@ class CausalPolicy(nn.Module):
         self.compile_layers = compile
         self.gradient_checkpointing = gradient_checkpointing
         self.chunk_size = chunk_size
+        self.lora = lora
         self.trust_remote_code = trust_remote_code
 
     @cached_property
@@ -203,6 +216,8 @@ class CausalPolicy(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._check_head()
         self._check_packing()
+        if self.lora is not None:
+            adapters.add_adapter(self.model, self.lora, self.model.get_output_embeddings())
         if self.compile_layers:
             for layer in self.model.base_model.layers:
                 layer.compile(dynamic=True)
@@ -269,13 +284,56 @@ class CausalPolicy(nn.Module):
         Of a policy that is spread over processes, each tensor is gathered when its turn comes, on all of them.
         """
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            self.settle()
-            for name, tensor in self.model.state_dict().items():
+        if self.lora is not None:
+            return self.adapted_weights(adapters.POLICY)
+        return PolicyWeights(config=self.model.config, tensors=lambda: self._gathered(lambda name: True))
+
+    def make_reference(self) -> CausalPolicy | AdapterReference:
+        """Who stands still while this one trains. At first both are the same."""
+        if self.lora is None:
+            return copy.deepcopy(self).requires_grad_(False).eval()
+        adapters.add_adapter(self.model, self.lora, self.model.get_output_embeddings(), adapters.REFERENCE)
+        adapters.copy_to_reference(self.model)
+        return AdapterReference(self)
+
+    @torch.no_grad()
+    def follow(self, other: CausalPolicy, decay: float) -> None:
+        """``self ← decay · self + (1 - decay) · other``."""
+        for policy in (self, other):
+            policy.settle()
+        for own, new in zip(self.parameters(), other.parameters(), strict=True):
+            own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
+
+    @cached_property
+    def base_checksum(self) -> str:
+        """Of the weights below the adapters, which never change."""
+        tensors = adapters.base_tensors(self._gathered(adapters.is_base))
+        return combined_checksum(as_numbers({name: tensor_checksum(tensor) for name, tensor in tensors}))
+
+    def checkpoint_leaves_out(self, name: str) -> bool:
+        """Whether a tensor can be found again where it came from: then a checkpoint has the adapters alone."""
+        can = self.lora is not None and self.name is not None and not isinstance(self, FSDPModule)
+        return can and adapters.is_base(name)
+
+    def adapted_weights(self, name: str) -> PolicyWeights:
+        """The weights with one of the adapters, and that adapter by itself."""
+        assert self.lora is not None
+        adapter = Adapter(
+            rank=self.lora.rank,
+            base=lambda: adapters.base_tensors(self._gathered(adapters.is_base)),
+            tensors=lambda: adapters.adapter_tensors(
+                self.model, self._gathered(lambda path: not adapters.is_base(path)), name
+            ),
+        )
+        return PolicyWeights.adapted(self.model.config, adapter)
+
+    def _gathered(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the model, each whole."""
+        self.settle()
+        for name, tensor in self.model.state_dict().items():
+            if wanted(name):
                 tensor = tensor.detach()
                 yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-        return PolicyWeights(config=self.model.config, tensors=tensors)
 
     @property
     def _packs(self) -> bool:
@@ -339,3 +397,35 @@ class CausalPolicy(nn.Module):
             self.model.set_attn_implementation(PACKED)
         else:
             warnings.warn(f"{type(self.model).__name__} cannot be packed, so rows are padded", stacklevel=2)
+
+
+@final
+class AdapterReference:
+    """The reference of a policy with adapters: the same model with an adapter that stands still."""
+
+    def __init__(self, policy: CausalPolicy) -> None:
+        self._policy = policy
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        with adapters.as_reference(self._policy.model):
+            return self._policy(*arguments)
+
+    def weights(self) -> PolicyWeights:
+        """Its weights, by their Hugging Face names."""
+        return self._policy.adapted_weights(adapters.REFERENCE)
+
+    def follow(self, other: CausalPolicy, decay: float) -> None:
+        """Takes over the policy's adapter."""
+        if decay:
+            raise ValueError(
+                f"reference_refresh.decay is {decay}: the mean of two adapters' A and B is not the mean of their "
+                "products. With LoRA set it to 0"
+            )
+        other.settle()
+        adapters.copy_to_reference(other.model)
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Nothing of its own to spread: the policy's model has it."""
+
+    def eval(self) -> None:
+        """Nothing in it acts otherwise in training."""

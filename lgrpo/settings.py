@@ -14,6 +14,8 @@ Settings = dict[str, Any]
 
 REFUSED = {
     "model": "the weights of one architecture do not fit another",
+    "lora": "the adapters in the checkpoint have other shapes, or another weight",
+    "base": "the adapters in the checkpoint belong to another model",
     "tokenizer": "the rollouts in the checkpoint are token ids, which now would mean other text",
     "data.num_prompts": "the prompts from here on would be other ones, some never seen and some seen twice",
     "data.group_size": "the rollouts at hand have groups of another size",

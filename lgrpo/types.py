@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -197,13 +197,44 @@ class EvaluationBatch:
     """[problems, samples] bool, of the reference, where it was sampled too."""
 
 
+NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Adapter:
+    """Low-rank changes to weights that stand still: W of a layer becomes W + B A."""
+
+    rank: int
+    base: NamedTensors
+    """The weights that stand still, by their Hugging Face names."""
+    tensors: NamedTensors
+    """``LAYER.lora_A.weight`` [rank, in] and ``LAYER.lora_B.weight`` [out, rank] of every layer that is changed."""
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights with the changes in them."""
+        changes = dict(self.tensors())
+        for name, tensor in self.base():
+            layer = name.removesuffix(".weight")
+            if (a := changes.get(f"{layer}.lora_A.weight")) is not None:
+                b = changes[f"{layer}.lora_B.weight"]
+                tensor = (tensor.float() + b.float() @ a.float()).to(tensor.dtype)
+            yield name, tensor
+
+
 @dataclass(kw_only=True, slots=True)
 class PolicyWeights:
     """A policy's weights on their way to an engine, by their Hugging Face names, one tensor at a time."""
 
     config: PretrainedConfig
     """Architecture of the model: an engine builds its own copy from this."""
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    tensors: NamedTensors
+    adapter: Adapter | None = None
+    """The same weights in two parts, where only one of them is trained: an engine that has the other needs no more."""
+
+    @classmethod
+    def adapted(cls, config: PretrainedConfig, adapter: Adapter) -> PolicyWeights:
+        """Weights in two parts."""
+        return cls(config=config, tensors=adapter.merged, adapter=adapter)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()

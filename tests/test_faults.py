@@ -240,7 +240,7 @@ class TestDamage:
         assert not list(run.rglob(f"*{PART}"))
         for path in (run / "checkpoints").glob("*.ckpt"):
             path.write_bytes(b"nothing")
-        with pytest.raises(SystemExit, match="lgrpo: none of the 2 checkpoints in"):
+        with pytest.raises(SystemExit, match="lgrpo: none of the 3 checkpoints in"):
             main([*options, "--ckpt_path=last"])
 
     def test_what_was_begun_is_swept_up(self, folder):

@@ -12,11 +12,11 @@ import lgrpo
 ROOT = Path(lgrpo.__file__).parent
 LAYERS = [
     {"types"},
-    {"functional", "settings"},
+    {"functional", "settings", "adapters"},
     {"metrics", "rewards"},
     {"advantages", "losses", "policy", "engines", "hooks", "tasks", "checkpoints", "loggers"},
     {"module", "data", "callbacks"},
-    {"report", "plan", "sweep"},
+    {"report", "plan", "sweep", "export"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

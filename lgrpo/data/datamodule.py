@@ -232,7 +232,7 @@ class RolloutDataModule(L.LightningDataModule):
         late = LateGroups(waiting=[RolloutBatch.from_state_dict(group) for group in own["late"]])
         if own["rollout"] is not None:
             self._hold(RolloutBatch.from_state_dict(own["rollout"]), late)
-        self.engine.load_state_dict(state["engine"])
+        self.engine.load_state_dict(state["engine"], policy_owner(trainer).policy_weights())
 
     def resume_settings(self) -> Settings:
         """What a run that goes on must have in common with this one, or be told of."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.ledger import Sent, SyncRecord
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import Adapter, Completion, PolicyWeights, Prompt
 
 OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
 """Told of a prompt, by its place among those that were asked for, and of all its completions."""
@@ -109,6 +109,8 @@ class RolloutEngine(ABC):
         """Which sync brought them; ``BORROWED`` inside ``holding``."""
         self.num_rollouts: int | None = None
         """How many rollouts will be sampled from them in all; None where that is not known beforehand."""
+        self.adapter_rank: int | None = None
+        """Rank of the adapters it holds, where it was given these alone; None where it holds whole weights."""
         self.spent = False
         """Whether all of these are sampled, so that the weights are not needed any more."""
         self.faults: Counter[str] = Counter()
@@ -147,7 +149,7 @@ class RolloutEngine(ABC):
             self._replace(weights, step, BORROWED)
             yield
         finally:
-            self.load_state_dict(before)
+            self.load_state_dict(before, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """The weights it holds, if they are still needed, their step and version, and the ledger: plain containers."""
@@ -160,10 +162,16 @@ class RolloutEngine(ABC):
             "ledger": [record.as_dict() for record in self.ledger],
             "config": self.held_config().to_dict() if needed else None,
             "weights": self.held_weights() if needed else None,
+            "adapter_rank": self.adapter_rank if needed else None,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse: afterwards it samples as it would have."""
+    def load_state_dict(self, state: dict[str, Any], policy: PolicyWeights | None = None) -> None:
+        """The inverse: afterwards it samples as it would have.
+
+        Args:
+            state: What ``state_dict`` gave.
+            policy: Where the state holds adapters alone: weights of the policy they belong to, for those below them.
+        """
         self.ledger = [SyncRecord(**record) for record in state["ledger"]]
         self.num_rollouts = state["num_rollouts"]
         self.forget()
@@ -172,6 +180,12 @@ class RolloutEngine(ABC):
             return
         config = AutoConfig.for_model(**state["config"])
         weights = PolicyWeights(config=config, tensors=lambda: iter(state["weights"].items()))
+        if (rank := state.get("adapter_rank")) is not None:
+            if policy is None or policy.adapter is None:
+                raise EngineError("the engine's state holds adapters, and the policy has none: set policy.lora")
+            weights = PolicyWeights.adapted(
+                config, Adapter(rank=rank, base=policy.adapter.base, tensors=weights.tensors)
+            )
         self._replace(weights, state["step"], state["version"])
 
     def forget(self) -> None:

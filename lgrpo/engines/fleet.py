@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from lgrpo.engines.base import GO_ON, EngineError, EngineFailure, NoWeightsError, RolloutEngine, give_up
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.server import AnsweredError, VLLMServer
-from lgrpo.engines.vllm_transfer import TRANSFERS, Failures, FileTransfer, each
+from lgrpo.engines.vllm_transfer import TRANSFERS, AdapterTransfer, Failures, FileTransfer, each
 from lgrpo.engines.vllm_weights import Layout, engine_layout
 from lgrpo.types import PolicyWeights
 
@@ -48,6 +48,7 @@ class Fleet(RolloutEngine):
         sync_timeout: float,
         return_timeout: float,
         max_failures: int,
+        adapters: bool,
         verify: bool,
     ) -> None:
         super().__init__()
@@ -58,6 +59,7 @@ class Fleet(RolloutEngine):
         self.sync_timeout = sync_timeout
         self.return_timeout = return_timeout
         self.max_failures = max_failures
+        self.adapters = adapters
         self.verify = verify
         self.servers: list[VLLMServer] = []
         self._transfer: FileTransfer | None = None
@@ -146,7 +148,11 @@ class Fleet(RolloutEngine):
             shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
             folder = Path(tempfile.mkdtemp(prefix="lgrpo-weights-", dir=self.weights_dir or shared))
             folder.chmod(0o700)
-            self._transfer = TRANSFERS[self.transfer](folder, self.sync_timeout)
+            if self.adapters and weights.adapter is not None:
+                self.adapter_rank = weights.adapter.rank
+                self._transfer = AdapterTransfer(folder, self.sync_timeout, weights.adapter.rank)
+            else:
+                self._transfer = TRANSFERS[self.transfer](folder, self.sync_timeout)
             weights.config.save_pretrained(folder)
             numbering_tokenizer(weights.config.get_text_config().vocab_size).save_pretrained(folder)
         return self._transfer
@@ -182,7 +188,8 @@ class Fleet(RolloutEngine):
     def _report(self, server: VLLMServer) -> dict[str, int]:
         """The server's own checksums."""
         try:
-            report = server.rpc("lgrpo_checksums", self.sync_timeout, layout=self._layout)
+            assert self._transfer is not None
+            report = self._transfer.report(server, self._layout)
         except AnsweredError as error:  # started again it would say the same
             raise WeightSyncError(f"the server does not tell which weights it holds: {error}") from error
         return {name: int(value, 16) for name, value in report.items()}

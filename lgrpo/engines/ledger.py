@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lgrpo.functional import as_numbers, combined_checksum, tensor_checksum
-from lgrpo.types import PolicyWeights
 
 
 class WeightSyncError(RuntimeError):
@@ -46,7 +45,7 @@ class Sent:
     """Checksums, still on the device they were taken on: fetching each by itself would wait for it."""
     is_finite: dict[str, Tensor] = field(default_factory=dict)
 
-    def through(self, weights: PolicyWeights) -> Iterator[tuple[str, Tensor]]:
+    def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights one at a time, each in memory of its own."""
         for name, tensor in weights:
             tensor = tensor.detach()

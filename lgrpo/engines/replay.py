@@ -236,14 +236,14 @@ class ReplayEngine(RolloutEngine):
         recording = None if self._recording is None else self._recording.fingerprint
         return self.engine.state_dict() | {"recording": recording}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], policy: PolicyWeights | None = None) -> None:
         recorded = state.get("recording")
         if recorded is not None and recorded != self._recorded.fingerprint:
             raise ValueError(
                 f"the recorded completions in {self._recorded.name} are not those this run began with: it would go on "
                 "as another run. Give it the same files, or begin anew"
             )
-        self.engine.load_state_dict(state)
+        self.engine.load_state_dict(state, policy)
         self._follow()
 
     def forget(self) -> None:

@@ -33,6 +33,8 @@ class VLLMServer:
         self.api_key = api_key
         self.process = process
         self.log = log
+        self.adapters: set[str | None] = set()
+        """Names of those it was given."""
         self.is_given_up = False
         """Whether a server of the user's did not come back. The next sync looks for it again."""
 
@@ -79,8 +81,11 @@ class VLLMServer:
         if self.process is not None and (code := self.process.poll()) is not None:
             raise EngineFailure(f"the vLLM server at {self.url} ended with exit code {code}{self._tail()}")
 
-    def call(self, method: str, path: str, timeout: float, **arguments: Any) -> Any:
-        """One request. Its answer as JSON, or an error that says what is wrong with which server, and whose fault."""
+    def call(self, method: str, path: str, timeout: float, plain: bool = False, **arguments: Any) -> Any:
+        """One request: its answer, or an error that says what is wrong with which server, and whose fault.
+
+        Answers are JSON, but where a route is known to answer in ``plain`` text.
+        """
         self.check_process()
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:
@@ -96,6 +101,8 @@ class VLLMServer:
         if not answer.ok:
             what = f"the vLLM server at {self.url} answered {path} with {answer.status_code}: {_short(answer)}"
             raise AnsweredError(what + self._tail()) if answer.status_code >= 500 else EngineError(what)
+        if plain:
+            return answer.text
         try:
             return answer.json() if answer.content else None
         except ValueError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from lgrpo.engines.base import (
     give_up,
 )
 from lgrpo.engines.ledger import Sent, WeightSyncError
+from lgrpo.engines.vllm_adapter import adapter_checksums, adapter_flags, adapter_weights, write_adapter
 from lgrpo.engines.vllm_process import (
     WHOLE_PROMPTS,
     check_lengths,
@@ -37,9 +37,10 @@ from lgrpo.engines.vllm_process import (
     isolated,
     without_collection,
 )
+from lgrpo.engines.vllm_transfer import folder_in_memory, write_folder
 from lgrpo.engines.vllm_weights import Layout, checksums, engine_layout, read_parts
 from lgrpo.functional import as_numbers, stream_seed, tensor_checksum
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import Adapter, Completion, NamedTensors, PolicyWeights, Prompt
 
 
 @final
@@ -63,6 +64,7 @@ class VLLMEngine(RolloutEngine):
         seeded: bool | None = None,
         timeout: float = 1800.0,
         max_failures: int = 3,
+        adapters: bool = True,
         verify: bool = True,
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -80,6 +82,8 @@ class VLLMEngine(RolloutEngine):
                 default on CPUs only.
             timeout: Seconds a generation may take, from the last failure on.
             max_failures: Failures of vLLM a generation recovers from; the next one stops the run.
+            adapters: Of a policy with LoRA, only the adapters travel at a sync, and vLLM applies them. Without it, the
+                merged weights travel.
             verify: Compare vLLM's own checksums with the policy's after every sync.
             options: Any other argument of ``vllm.LLM``.
         """
@@ -97,6 +101,7 @@ class VLLMEngine(RolloutEngine):
         self.seeded = seeded
         self.timeout = timeout
         self.max_failures = max_failures
+        self.adapters = adapters
         self.verify = verify
         self.options = options or {}
         self._llm: Any = None
@@ -106,8 +111,14 @@ class VLLMEngine(RolloutEngine):
         self._kept: dict[str, Tensor] = {}
         """The weights while they are in no engine."""
         self._asleep: set[str] = set()
+        self._base: NamedTensors | None = None
+        """The weights below the adapters, where only adapters travel."""
+        self._request: Any = None
+        """How vLLM is asked for a completion with the adapter."""
 
     def receive(self, weights: PolicyWeights, version: int) -> Sent:
+        if weights.adapter is not None and self.adapters:
+            return self._receive_adapter(weights, weights.adapter)
         if self._llm is None:
             dtype = self.dtype or next(iter(weights))[1].dtype
             self._llm = self._build(weights.config, dtype)
@@ -131,6 +142,8 @@ class VLLMEngine(RolloutEngine):
         if not self.verify:
             return sent.checksums
         try:
+            if self.adapter_rank is not None:
+                return self._on_worker(adapter_checksums, sent.shapes)
             return self._on_model(lambda model: checksums(model, self._layout))
         except LookupError as error:
             raise WeightSyncError(
@@ -143,6 +156,8 @@ class VLLMEngine(RolloutEngine):
                 raise EngineError(f"vLLM failed, and with it the behaviour policy it held: {GO_ON}")
             return dict(self._kept)
         self._wake("weights")
+        if self.adapter_rank is not None:
+            return self._on_worker(adapter_weights, self._sent.shapes)
         return self._on_model(lambda model: {name: part.clone() for name, part in read_parts(model, self._layout)})
 
     def held_config(self) -> PretrainedConfig:
@@ -222,12 +237,13 @@ class VLLMEngine(RolloutEngine):
         if self._llm is not None and self._sleeps and len(self._asleep) < 2:
             self._wake("weights", "kv_cache")  # vLLM sleeps as a whole
             with isolated():
-                self._llm.sleep(level=2 if self.spent else 1)
+                self._llm.sleep(level=2 if self.spent and self._base is None else 1)  # a base travels once only
             self._asleep = {"weights", "kv_cache"}
 
     def close(self) -> None:
         self.forget()
         self._kept = {}
+        self._request = None
         if self._llm is not None:
             llm, self._llm, self._asleep = self._llm, None, set()
             llm.llm_engine.engine_core.shutdown()
@@ -236,8 +252,33 @@ class VLLMEngine(RolloutEngine):
 
     # Inside
 
-    def _build(self, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-        """An engine of that architecture, with no weights yet."""
+    def _receive_adapter(self, weights: PolicyWeights, adapter: Adapter) -> Sent:
+        """The adapter alone; before the first one, the weights below it."""
+        if self._llm is None:
+            self._base = adapter.base
+            self._llm = self._build(weights.config, self.dtype or next(adapter.base())[1].dtype, adapter)
+        from vllm.lora.request import LoRARequest
+
+        self._wake("weights")
+        sent, number = Sent(dtype=self._llm_dtype), 1 + (self._request.lora_int_id if self._request else 0)
+        with folder_in_memory() as folder, isolated():
+            write_adapter(folder, adapter.rank, sent.through(adapter.tensors()))
+            self._request = LoRARequest(f"{number}", number, str(folder))
+            try:
+                if not self._llm.llm_engine.add_lora(self._request):
+                    raise WeightSyncError("vLLM did not take the adapter")
+            except Exception as error:
+                self.close()  # which of two adapters it holds is not known
+                if isinstance(error, WeightSyncError):
+                    raise
+                raise WeightSyncError(f"vLLM did not take the adapter: {first_line(error)}") from error
+        if not self._llm.reset_prefix_cache():
+            raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
+        self._config, self._sent, self.adapter_rank = weights.config, sent, adapter.rank
+        return sent
+
+    def _build(self, config: PretrainedConfig, dtype: torch.dtype, adapter: Adapter | None = None) -> Any:
+        """An engine of that architecture, with no weights yet, or with those below an adapter."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of harmless things at every sync
@@ -265,18 +306,30 @@ class VLLMEngine(RolloutEngine):
         }
         if self._on_cpu and self._is_seeded:
             arguments |= WHOLE_PROMPTS
+        sent = Sent(dtype=dtype)
+        if adapter is not None:
+            arguments |= {"load_format": "safetensors", "use_tqdm_on_load": False} | adapter_flags(adapter.rank)
         arguments |= self.options
         initialised = self._shares_processes = torch.distributed.is_initialized()
-        with tempfile.TemporaryDirectory() as folder, isolated():
+        with folder_in_memory() as folder, isolated():
             config.save_pretrained(folder)
+            if adapter is not None:
+                write_folder(folder, sent.through(adapter.base()))
             try:
-                return vllm.LLM(model=folder, **arguments)
+                llm = vllm.LLM(model=str(folder), **arguments)
             except Exception as error:
                 if not initialised:  # it leaves process groups behind, which the next start would trip over
                     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
                     cleanup_dist_env_and_memory()
                 raise EngineError(explain(error, config)) from error
+        if adapter is not None and self.verify:
+            layout = engine_layout(sent.shapes)
+            sent.compare(llm.apply_model(lambda model: checksums(model, layout))[0])
+        return llm
+
+    def _on_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._llm.collective_rpc(function, args=arguments)[0]
 
     def _on_model(self, function: Any) -> Any:
         return self._llm.apply_model(function)[0]
@@ -310,7 +363,7 @@ class VLLMEngine(RolloutEngine):
         self.close()
         self._kept = weights
         try:
-            self._replace(PolicyWeights(config=config, tensors=lambda: iter(weights.items())), step, version)
+            self._replace(self._again(config, weights), step, version)
             if self.verify:
                 sent.compare(self.held_checksums(self._sent))  # with what was sent at the sync, not with what was kept
         except BaseException:
@@ -320,6 +373,14 @@ class VLLMEngine(RolloutEngine):
         self.faults["restarts"] += 1
         self.recovery_seconds += time.perf_counter() - start
 
+    def _again(self, config: PretrainedConfig, held: dict[str, Tensor]) -> PolicyWeights:
+        """What was held, to be given once more."""
+        if self.adapter_rank is None:
+            return PolicyWeights(config=config, tensors=lambda: iter(held.items()))
+        assert self._base is not None
+        adapter = Adapter(rank=self.adapter_rank, base=self._base, tensors=lambda: iter(held.items()))
+        return PolicyWeights.adapted(config, adapter)
+
     def _run(self, requests: Mapping[int, tuple[dict[str, Any], Any]], keep: Callable[[int, Any], None]) -> None:
         """Steps vLLM until all requests are answered, with a deadline. After an error none of them is left inside."""
         engine, finished = self._llm.llm_engine, 0
@@ -328,7 +389,7 @@ class VLLMEngine(RolloutEngine):
         inputs, parameters = zip(*requests.values(), strict=True)
         with isolated(), stance, without_collection():
             try:
-                names = self._llm.enqueue(list(inputs), list(parameters), use_tqdm=False)
+                names = self._llm.enqueue(list(inputs), list(parameters), self._request, use_tqdm=False)
                 places = {name.split("-")[0]: place for name, place in zip(names, requests, strict=True)}
                 while engine.has_unfinished_requests():
                     if time.monotonic() > deadline:

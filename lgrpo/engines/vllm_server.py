@@ -55,6 +55,7 @@ class VLLMServerEngine(Fleet):
         hang_timeout: float = 60.0,
         return_timeout: float = 120.0,
         max_failures: int = 3,
+        adapters: bool = True,
         verify: bool = True,
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -84,6 +85,9 @@ class VLLMServerEngine(Fleet):
             return_timeout: Seconds to wait until one of ``urls`` that failed is up again. After that the others go on
                 without it, and the next sync looks for it.
             max_failures: Failures of servers a generation, or a sync, recovers from; the next one stops the run.
+            adapters: Of a policy with LoRA, only the adapters travel at a sync, and the servers apply them. Servers of
+                your own want ``--enable-lora --max-loras 1 --max-lora-rank …``, the policy's model, and
+                ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. Without it, the merged weights travel.
             verify: Compare the servers' own checksums with the policy's after every sync.
             options: Any other flag of the server, by its name.
         """
@@ -95,6 +99,7 @@ class VLLMServerEngine(Fleet):
             sync_timeout=sync_timeout,
             return_timeout=return_timeout,
             max_failures=max_failures,
+            adapters=adapters,
             verify=verify,
         )
         if num_servers < 1:
@@ -140,7 +145,7 @@ class VLLMServerEngine(Fleet):
         def ask(server: VLLMServer, place: int) -> list[Completion]:
             prompt = prompts[place]
             body = {
-                "model": self.served_model_name,
+                "model": (self._transfer and self._transfer.model) or self.served_model_name,
                 "prompt": prompt.token_ids,
                 "n": num_samples,
                 "temperature": sampling.temperature,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
+import secrets
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +22,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from lgrpo.engines.base import EngineError, EngineFailure
 from lgrpo.engines.ledger import Sent
 from lgrpo.engines.server import VLLMServer
-from lgrpo.engines.vllm_weights import Layout
+from lgrpo.engines.vllm_adapter import adapter_flags, read_adapter, write_adapter
+from lgrpo.engines.vllm_weights import Layout, engine_layout
 from lgrpo.types import PolicyWeights
 
 _CHUNK_BYTES = 2**30
@@ -62,6 +67,8 @@ class FileTransfer:
     def __init__(self, folder: Path, timeout: float) -> None:
         self.folder = folder
         self.timeout = timeout
+        self.model: str | None = None
+        """The name to ask for, where it is not that of the servers' model."""
 
     def connected(self, servers: Sequence[VLLMServer]) -> None:
         """The servers have started, from this folder."""
@@ -86,17 +93,61 @@ class FileTransfer:
         """What the servers hold."""
         return read_folder(self.folder)
 
+    def report(self, server: VLLMServer, layout: Layout) -> dict[str, str]:
+        """A server's own checksums."""
+        return server.rpc("lgrpo_checksums", self.timeout, layout=layout)
+
     def write(self, weights: PolicyWeights, sent: Sent) -> None:
         """The weights as files, each there whole or not at all."""
-        names = set()
-        for count, chunk in enumerate(chunks(sent.through(weights))):
-            path = self.folder / f"model-{count:05d}.safetensors"
-            save_file({name: tensor.cpu().contiguous() for name, tensor in chunk.items()}, path.with_suffix(".part"))
-            path.with_suffix(".part").rename(path)
-            names.add(path.name)
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in names:
-                path.unlink()
+        write_folder(self.folder, sent.through(weights))
+
+
+class AdapterTransfer(FileTransfer):
+    """Adapters alone, as files, through vLLM's own routes; the weights below them once, when a server starts."""
+
+    environment: dict[str, str] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # noqa: RUF012
+
+    def __init__(self, folder: Path, timeout: float, rank: int) -> None:
+        super().__init__(folder, timeout)
+        self.flags = adapter_flags(rank)
+        self._base = Sent()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._number = 0
+
+    def connected(self, servers: Sequence[VLLMServer]) -> None:
+        layout = engine_layout(self._base.shapes)
+        for server in servers:
+            report = server.rpc("lgrpo_checksums", self.timeout, layout=layout)
+            self._base.compare({name: int(value, 16) for name, value in report.items()})
+            self.read(server)
+
+    def read(self, server: VLLMServer) -> None:
+        body = {"lora_name": self.model, "lora_path": str(self._adapter), "load_inplace": True}
+        server.call("POST", "/v1/load_lora_adapter", self.timeout, plain=True, json=body)
+        for name in server.adapters - {self.model}:
+            server.call("POST", "/v1/unload_lora_adapter", self.timeout, plain=True, json={"lora_name": name})
+        server.adapters = {self.model}
+
+    def report(self, server: VLLMServer, layout: Layout) -> dict[str, str]:
+        return server.rpc("lgrpo_adapter_checksums", self.timeout, shapes=self._shapes)
+
+    def held_weights(self, servers: Sequence[VLLMServer], layout: Layout) -> dict[str, Tensor]:
+        return read_adapter(self._adapter)
+
+    def write(self, weights: PolicyWeights, sent: Sent) -> None:
+        assert weights.adapter is not None
+        if not self._base.shapes:
+            self._base = Sent(dtype=sent.dtype)
+            write_folder(self.folder, self._base.through(weights.adapter.base()))
+        before = self._adapter
+        self._number += 1
+        write_adapter(self._adapter, weights.adapter.rank, sent.through(weights.adapter.tensors()))
+        self._shapes, self.model = dict(sent.shapes), f"policy-{secrets.token_hex(4)}"  # never the name of another one
+        shutil.rmtree(before, ignore_errors=True)
+
+    @property
+    def _adapter(self) -> Path:
+        return self.folder / f"adapter-{self._number}"
 
 
 class IPCTransfer(FileTransfer):
@@ -179,6 +230,27 @@ def describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
         "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
     }
+
+
+def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Safetensors files of a gigabyte, each there whole or not at all, and no others."""
+    names = set()
+    for count, chunk in enumerate(chunks(tensors)):
+        path = folder / f"model-{count:05d}.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in chunk.items()}, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+        names.add(path.name)
+    for path in folder.glob("*.safetensors"):
+        if path.name not in names:
+            path.unlink()
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A folder for a while, in shared memory where there is any."""
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="lgrpo-weights-", dir=shared) as folder:
+        yield Path(folder)
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:

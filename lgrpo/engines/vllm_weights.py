@@ -47,6 +47,7 @@ def read_tensor(model: nn.Module, name: str) -> Tensor:
     """One of vLLM's tensors as it is used: through the kernel where it is packed, without a vocabulary's padding."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
+    module = getattr(module, "base_layer", module)  # below an adapter
     tensor = getattr(module, leaf)
     kernel = getattr(module, "cpu_linear", None)
     if leaf == "weight" and kernel is not None:
@@ -73,10 +74,12 @@ def read_parts(model: nn.Module, layout: Layout) -> Iterator[tuple[str, Tensor]]
 
 def uncovered(model: nn.Module, layout: Layout) -> list[str]:
     """Weights of vLLM's model that no tensor of the policy reaches."""
-    with_weight = [
-        name for name, module in model.named_modules() if isinstance(getattr(module, "weight", None), Tensor)
-    ]
-    return [f"{name}.weight" for name in with_weight if f"{name}.weight" not in layout]
+    with_weight = {
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), Tensor)
+    }
+    return sorted(f"{name}.weight" for name in with_weight if f"{name}.weight" not in layout)
 
 
 def checksums(model: nn.Module, layout: Layout) -> dict[str, int]:
@@ -102,6 +105,11 @@ class WeightReport:
 
     def lgrpo_checksums(self, layout: dict) -> dict[str, str]:
         return {name: f"{value:016x}" for name, value in checksums(self._lgrpo_model(), _pairs(layout)).items()}
+
+    def lgrpo_adapter_checksums(self, shapes: dict) -> dict[str, str]:
+        from lgrpo.engines.vllm_adapter import adapter_checksums
+
+        return {name: f"{value:016x}" for name, value in adapter_checksums(self, shapes).items()}
 
     def lgrpo_write_weights(self, folder: str, layout: dict) -> None:
         tensors = {name: tensor.cpu().clone() for name, tensor in read_parts(self._lgrpo_model(), _pairs(layout))}

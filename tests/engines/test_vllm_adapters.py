@@ -1,0 +1,165 @@
+"""Adapters alone go to real vLLM, in process and as a server, and what it applies is compared bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lgrpo import ClippedLoss, LoRA, Sampling
+from lgrpo.callbacks import ExactResume
+from lgrpo.engines import EngineError, VLLMEngine, VLLMServerEngine, WeightSyncError
+from lgrpo.engines.vllm_adapter import room_for
+from tests.engines.test_vllm import TEXTS, TOLERANCE, mismatch, prompts
+from tests.helpers import fit, tiny_policy
+
+pytest.importorskip("vllm")
+
+
+def adapted(scale=0.1, **lora):
+    torch.manual_seed(0)
+    policy = tiny_policy(lora=LoRA(**{"rank": 4, "alpha": 8.0} | lora))
+    policy.build()
+    move(policy, scale)
+    return policy
+
+
+def move(policy, scale=0.1):
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(scale * torch.randn_like(p))
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return adapted()
+
+
+@pytest.fixture(scope="module", params=[VLLMEngine, VLLMServerEngine])
+def engine(policy, request):
+    engine = request.param(timeout=60)
+    engine.load_weights(policy.weights(), 0)
+    yield engine
+    engine.close()
+
+
+def sample(engine, policy):
+    return engine.generate(prompts(policy, *TEXTS), 3, Sampling(max_tokens=6), 0, policy.tokenizer)
+
+
+def drift(engine, policy):
+    return mismatch(policy, prompts(policy, *TEXTS), sample(engine, policy))
+
+
+def test_it_samples_from_the_adapters(engine, policy):
+    assert drift(engine, policy) < TOLERANCE
+    move(policy)
+    assert drift(engine, policy) > 100 * TOLERANCE  # it still holds those from before
+    record = engine.load_weights(policy.weights(), 1)
+    assert drift(engine, policy) < TOLERANCE
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    assert record.num_bytes == 4 * trained  # nothing else travelled
+
+
+def test_other_weights_for_the_time_being(engine, policy):
+    before = sample(engine, policy)
+    version = engine.version
+    reference = policy.make_reference()
+    move(policy)
+    with engine.holding(policy.weights(), 9):
+        assert drift(engine, policy) < TOLERANCE
+    assert (engine.version, engine.adapter_rank) == (version, 4)
+    assert sample(engine, policy) == before
+    with engine.holding(reference.weights(), 9):
+        assert [[c.token_ids for c in group] for group in sample(engine, policy)] == [
+            [c.token_ids for c in group] for group in before
+        ]
+
+
+def test_its_state_holds_adapters_alone(engine, policy):
+    state = engine.state_dict()
+    assert all(".lora_" in name for name in state["weights"])
+    before = sample(engine, policy)
+    move(policy)
+    engine.load_weights(policy.weights(), 2)
+    assert sample(engine, policy) != before
+    engine.load_state_dict(state, policy.weights())
+    assert sample(engine, policy) == before
+    with pytest.raises(EngineError, match=r"adapters, and the policy has none: set policy\.lora"):
+        engine.load_state_dict(state)
+    engine.load_state_dict(state, policy.weights())
+
+
+def test_a_tensor_that_does_not_arrive(engine, policy, monkeypatch):
+    """One number of an adapter changed on its way: the sync names the tensor."""
+    module = "lgrpo.engines.vllm" if isinstance(engine, VLLMEngine) else "lgrpo.engines.vllm_transfer"
+    import importlib
+
+    room = importlib.import_module(module)
+    write = room.write_adapter
+
+    def spoil(folder, rank, tensors):
+        def spoiled():
+            for name, tensor in tensors:
+                if "up_proj.lora_B" in name:
+                    tensor[0, 0] += 1e-3
+                yield name, tensor
+
+        write(folder, rank, spoiled())
+
+    monkeypatch.setattr(room, "write_adapter", spoil)
+    with pytest.raises(WeightSyncError, match=r"up_proj\.lora_B\.weight differs from the policy's after the sync"):
+        engine.load_weights(policy.weights(), 3)
+    monkeypatch.undo()
+    engine.load_weights(policy.weights(), 3)
+    assert drift(engine, policy) < TOLERANCE
+
+
+def test_a_server_that_is_killed(engine, policy):
+    """Another one is started from the base, given the adapter again, and answers the same."""
+    if not isinstance(engine, VLLMServerEngine):
+        pytest.skip("servers alone are processes of their own")
+    before = sample(engine, policy)
+    os.killpg(engine.servers[0].process.pid, signal.SIGKILL)
+    with pytest.warns(UserWarning, match="ended with exit code -9"):
+        assert sample(engine, policy) == before
+    assert engine.faults["restarts"] == 1
+
+
+def test_a_run_that_goes_on(engine, tmp_path):
+    """From inside a cycle, with the adapters the engine held: the same end."""
+    if isinstance(engine, VLLMServerEngine):
+        pytest.skip("the engines differ in how adapters get in, which is tested above")
+
+    def settings(save):
+        callbacks = [ExactResume()]
+        if save:
+            callbacks.append(ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+        return {
+            "v": 3,
+            "rollouts": 4,
+            "policy": tiny_policy(lora=LoRA(rank=4)),
+            "loss": ClippedLoss(kl_coef=0.1),
+            "callbacks": callbacks,
+            "data": {"engine": engine},
+            "trainer": {"enable_checkpointing": save, "default_root_dir": str(tmp_path)},
+        }
+
+    engine.close()
+    engine.ledger.clear()
+    straight = fit(**settings(True))
+    assert straight.recorder.lags == [0, 1, 2, 0]
+    engine.close()
+    resumed = fit(**settings(False), ckpt_path=tmp_path / "step=2.ckpt")
+    assert resumed.recorder.lags == [2, 0]
+    for old, new in zip(straight.recorder.rollouts[2:], resumed.recorder.rollouts, strict=True):
+        assert torch.equal(old.tokens, new.tokens)
+
+
+def test_room():
+    with pytest.raises(ValueError, match="vLLM takes adapters of rank 512 at most"):
+        room_for(513)
