@@ -1,4 +1,4 @@
-"""The command line: ``lgrpo fit | validate | test``, LightningCLI's, and ``lgrpo plan | report | score | sweep``."""
+"""The command line: ``lgrpo fit | validate | test``, LightningCLI's; ``plan | report | score | simulate | sweep``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from lgrpo.data import RolloutDataModule, rescore
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
 from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, report, write_summary
+from lgrpo.simulation import simulate
 from lgrpo.sweep import sweep
 
 CALLBACK_KEYS = {
@@ -361,6 +362,8 @@ def main(args: list[str] | None = None) -> None:
             report(args[1:])
         elif args and args[0] == "score":
             score(args[1:])
+        elif args and args[0] == "simulate":
+            simulate(args[1:])
         elif args and args[0] == "sweep":
             sweep(args[1:], lambda: ParserOnly().parser)
         else:
