@@ -71,7 +71,7 @@ class TestAgainstTheLoop:
     @pytest.mark.parametrize("generate_ahead", [False, True])
     @pytest.mark.parametrize(("v", "lead"), [(1, 0), (3, 0), (1, 1), (1, 2), (3, 2), (2, 5)])
     def test_what_is_sampled_when(self, v, lead, generate_ahead, can_overlap, monkeypatch):
-        """A real run asks for the same rollouts, after as many others were handed over; its syncs and lags are the same."""
+        """A real run asks for the same rollouts, after as many others were handed over; syncs and lags are the same."""
         engine = TransformersEngine()
         engine.can_overlap = can_overlap
         run = build(v=v, rollouts=8, data={"engine": engine, "lead": lead, "generate_ahead": generate_ahead})
@@ -219,10 +219,12 @@ def test_the_command(tmp_path, capsys):
         (["--v", "0"], "--v is 0; it must be 1 or more"),
         (["--lead", "-1"], "--lead is -1"),
         (["--sync-bandwidth", "0", "1"], "--sync-bandwidth is 0; it must be more than 0"),
-        (["--floor-ms", "90"], "--floor-ms 90 is more than a decode step with 448 completions took"),
+        (["--floor-ms", "90"], "14.1 ms with 448 completions and 90 ms with only 1: --floor-ms 90 is too high"),
         (["--slots", "100"], "--slots 100 is less than the 448 completions"),
         (["--pace", "600:30000"], "--pace 600:… is more at a time than --slots 512"),
-        (["--out", "picture.nothing"], "cannot be written"),
+        (["--pace", "500:40000"], "12.5 ms with 500 completions and 14.1 ms with only 448"),
+        (["--out", "picture.nothing"], "is to be a .png file"),
+        (["--out", "nowhere/picture.png"], "in a folder that is there"),
     ],
 )
 def test_wrong_settings(options, message, tmp_path, monkeypatch):
@@ -257,5 +259,5 @@ def test_more_measured_paces_bend_the_line():
         layout=Layout(name="colocated", num_trainers=1),
         model_bytes=1e9,
     )
-    assert costs.paces[[3, 7, 63]] == pytest.approx([0.006, 0.01, 0.02])
+    assert costs.paces[[3, 7, 63]] == pytest.approx([0.002 + 0.008 * 3 / 7, 0.01, 0.02])
     assert costs.paces[127] == pytest.approx(0.02 + 64 * 0.01 / 56), "beyond the last, as it went before"

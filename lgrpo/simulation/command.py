@@ -31,6 +31,8 @@ What is assumed:
 def simulate(args: list[str]) -> None:
     """``lgrpo simulate MEASURED.json --gpus …``."""
     own = _parser().parse_args(args)
+    if own.out is not None and (own.out.suffix != ".png" or not own.out.parent.is_dir()):
+        raise SystemExit(f"lgrpo: --out {own.out} is to be a .png file in a folder that is there")
     try:
         found, notes = _simulate(own, read_measured(own.measured))
     except SimulationError as error:
@@ -44,7 +46,7 @@ def simulate(args: list[str]) -> None:
         draw(found, own.out)
     except ImportError as error:
         warnings.warn(str(error), stacklevel=1)
-    except (OSError, ValueError) as error:  # matplotlib knows the format by the name's end
+    except OSError as error:
         raise SystemExit(f"lgrpo: the picture {own.out} cannot be written: {error}") from error
     else:
         print(f"The picture is {own.out}")

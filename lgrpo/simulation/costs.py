@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -143,17 +144,19 @@ class Costs:
     @cached_property
     def paces(self) -> np.ndarray:
         """Seconds of a decode step with 1, 2, … completions: straight lines through the floor and what was measured."""
-        points = [(0, self.machine.floor)] + [p for p in self.measured.paces if p[0] <= self.machine.slots]
-        if len(points) == 1:
+        measured = {count: pace for count, pace in self.measured.paces if count <= self.machine.slots}
+        if not measured.keys() - {1}:
             raise SimulationError(
-                f"--slots {self.machine.slots} is less than the {self.measured.paces[0][0]} completions that were "
+                f"--slots {self.machine.slots} is less than the {self.measured.paces[-1][0]} completions that were "
                 "decoded at a time when it was measured"
             )
-        if points[1][1] < self.machine.floor:
-            raise SimulationError(
-                f"--floor-ms {self.machine.floor * 1e3:g} is more than a decode step with {points[1][0]} completions "
-                f"took when it was measured, {points[1][1] * 1e3:.3g} ms"
-            )
+        points = sorted(({1: self.machine.floor} | measured).items())
+        for (few, quick), (many, slow) in pairwise(points):
+            if slow < quick:
+                raise SimulationError(
+                    f"a decode step would take {slow * 1e3:.3g} ms with {many} completions and {quick * 1e3:.3g} ms "
+                    f"with only {few}: --floor-ms {self.machine.floor * 1e3:g} is too high, or a --pace is wrong"
+                )
         counts, seconds = np.array(points, dtype=float).T
         running = np.arange(1.0, self.machine.slots + 1)
         slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])

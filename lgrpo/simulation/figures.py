@@ -81,8 +81,8 @@ def table(found: Sequence[Figures]) -> str:
                 str(each.layout.num_gpus),
                 each.layout.name,
                 str(each.schedule.period),
-                f"{each.step_seconds:.3g}",
-                f"{3600 / each.step_seconds:.3g}",
+                _number(each.step_seconds),
+                _number(3600 / each.step_seconds),
                 f"{each.trainer_idle:.0%}",
                 f"{each.engine_idle:.0%}",
                 f"{each.gpu_idle:.0%}",
@@ -92,3 +92,7 @@ def table(found: Sequence[Figures]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

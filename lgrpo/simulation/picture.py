@@ -8,7 +8,7 @@ from typing import Any
 
 from lgrpo.simulation.figures import Figures
 
-_COLOURS = {"sync": "tab:red", "around": "tab:gray", "generate": "tab:blue", "update": "tab:orange"}
+_COLOURS = {"sync": "black", "around": "silver", "generate": "skyblue", "update": "sandybrown"}
 _NAMES = {"sync": "sync", "around": "wake and sleep", "generate": "generate", "update": "update"}
 
 
@@ -48,8 +48,8 @@ def draw(found: Sequence[Figures], path: Path) -> None:
 
 
 def _cycles(found: Sequence[Figures]) -> list[Figures]:
-    """Of the fewest GPUs, every layout at one v: the largest up to 4, so that single stages can be seen."""
-    size = min(each.layout.num_gpus for each in found)
+    """Of the most GPUs, every layout at one v: the largest up to 4, so that single stages can be seen."""
+    size = max(each.layout.num_gpus for each in found)
     own = [each for each in found if each.layout.num_gpus == size]
     periods = sorted({each.schedule.period for each in own})
     period = max([p for p in periods if p <= 4], default=periods[0])
@@ -71,6 +71,6 @@ def _draw_cycles(axis: Any, cycles: Sequence[Figures]) -> None:
             axis.barh(row, width, left=left, color=_COLOURS[span.stage], edgecolor="white", height=0.8, label=label)
     axis.set_yticks(range(len(rows)), rows, fontsize="small")
     axis.invert_yaxis()
-    one = cycles[0]
-    axis.set(xlabel="seconds", title=f"one cycle of v = {one.schedule.period} on {one.layout.num_gpus} GPUs")
+    period, size = cycles[0].schedule.period, cycles[0].layout.num_gpus
+    axis.set(xlabel="seconds", title=f"one cycle of v = {period} on {size} GPU{'s' * (size > 1)}")
     axis.legend(frameon=False, fontsize="small", ncols=4, loc="upper left", bbox_to_anchor=(0, -0.25))
