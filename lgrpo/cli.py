@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's ``lgrpo fit | validate | test``, and ``plan | report | export | score | sweep``."""
+"""The command line: LightningCLI's ``lgrpo fit | validate | test``, and commands around them."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from lgrpo.export import export
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
 from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, report, write_summary
+from lgrpo.simulation import simulate
 from lgrpo.sweep import sweep
 
 CALLBACK_KEYS = {
@@ -370,6 +371,8 @@ def main(args: list[str] | None = None) -> None:
             export(args[1:], lambda settings: ParseOnly(settings).config)
         elif args and args[0] == "score":
             score(args[1:])
+        elif args and args[0] == "simulate":
+            simulate(args[1:])
         elif args and args[0] == "sweep":
             sweep(args[1:], lambda: ParserOnly().parser)
         else:

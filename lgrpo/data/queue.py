@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -10,7 +11,7 @@ from lgrpo.types import RolloutBatch
 
 
 class RolloutQueue:
-    """Rollouts by their index: ready ones, and at most one batch of them being sampled in the background."""
+    """Rollouts by their index: ready ones, and those being sampled in the background, one batch after another."""
 
     def __init__(
         self, sample: Callable[[range], list[RolloutBatch]], sampled: Callable[[range], None], in_background: bool
@@ -25,33 +26,30 @@ class RolloutQueue:
         self._sampled = sampled
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts") if in_background else None
         self._ready: dict[int, RolloutBatch] = {}
-        self._pending: Future[list[RolloutBatch]] | None = None
-        self._asked = range(0)
+        self._pending: deque[tuple[range, Future[list[RolloutBatch]]]] = deque()
+        self._has_failed = False
 
     def __contains__(self, rollout: int) -> bool:
-        return rollout in self._ready or (self._pending is not None and rollout in self._asked)
+        return rollout in self._ready or any(rollout in rollouts for rollouts, _ in self._pending)
 
     def ask(self, rollouts: range) -> None:
-        """Has rollouts sampled: now, or in the background."""
-        self.wait()
+        """Has rollouts sampled: now, or in the background behind those that were asked for before."""
         if self._executor is None:
             self._keep(self._sample(rollouts))
             self._sampled(rollouts)
         else:
-            self._asked = rollouts
-            self._pending = self._executor.submit(self._sample, rollouts)
+            self._has_failed &= bool(self._pending)
+            self._pending.append((rollouts, self._executor.submit(self._in_background, rollouts)))
 
     def wait(self) -> None:
         """Until nothing is being sampled. An error of the sampling surfaces here."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._keep(pending.result())
-            self._sampled(self._asked)
+        while self._pending:
+            self._wait_for_next()
 
     def get(self, rollout: int) -> RolloutBatch:
         """A rollout. It stays in the queue until ``drop``: what goes wrong before it is trained on does not lose it."""
-        if rollout not in self._ready:
-            self.wait()
+        while rollout not in self._ready:
+            self._wait_for_next()
         return self._ready[rollout]
 
     def ready(self) -> list[RolloutBatch]:
@@ -73,7 +71,25 @@ class RolloutQueue:
         """Stops the thread, without waiting for what it is at. Whether it is at something."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
-        return self._pending is not None and not self._pending.done()
+        return any(not future.done() for _, future in self._pending)
+
+    def _in_background(self, rollouts: range) -> list[RolloutBatch]:
+        if self._has_failed:
+            raise RuntimeError("rollouts before these could not be sampled")
+        try:
+            return self._sample(rollouts)
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _wait_for_next(self) -> None:
+        rollouts, future = self._pending.popleft()
+        try:
+            self._keep(future.result())
+        except BaseException:
+            self._pending.clear()  # they wait for what did not come
+            raise
+        self._sampled(rollouts)
 
     def _keep(self, batches: list[RolloutBatch]) -> None:
         self._ready |= {batch.rollout: batch for batch in batches}

@@ -85,7 +85,8 @@ class RolloutSchedule:
         """Begins every rollout up to ``last`` that has not begun. Seconds of the hooks."""
         seconds = 0.0
         for rollout in range(self._started + 1, min(last + 1, self.end_of_run(trainer))):
-            self._queue.wait()  # a sync must not meet a generation
+            if self._cycle_end is None or rollout >= self._cycle_end:
+                self._queue.wait()  # a sync must not meet a generation
             version, start = self.engine.version, time.perf_counter()
             call_stage(trainer, "sync")
             call_rollout_start(trainer, rollout)

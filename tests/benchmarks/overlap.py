@@ -1,0 +1,125 @@
+"""The loop beside its simulation: ``python -m tests.benchmarks.overlap``.
+
+A real run (Trainer, data module, WeightSync, schedule, threads) of a very small model, whose stages are stretched by
+sleeping to lengths that are known. Where an engine may overlap it samples in the background, as servers do. What is
+measured is the time from rollout to rollout, over whole cycles after the first. The simulator is given the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lgrpo.engines import TransformersEngine
+from lgrpo.simulation import Schedule, run_loop
+from tests.helpers import fit
+
+RESULTS = Path(__file__).parent / "results" / "overlap.json"
+SECONDS = {"generate": 0.9, "update": 0.6, "sync": 0.4}
+CASES = [  # v, lead, generate_ahead, can_overlap
+    (1, 0, False, False),
+    (4, 0, False, False),
+    (4, 0, True, False),
+    (1, 0, False, True),
+    (2, 0, False, True),
+    (4, 0, False, True),
+    (4, 0, True, True),
+    (1, 1, False, True),
+    (1, 2, False, True),
+    (2, 1, False, True),
+    (4, 1, False, True),
+    (4, 1, True, True),
+]
+
+
+def until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+class Slow(TransformersEngine):
+    """Takes as long as it is told, for each rollout and for each sync."""
+
+    def __init__(self, can_overlap: bool, num_prompts: int) -> None:
+        super().__init__()
+        self.can_overlap, self.num_prompts = can_overlap, num_prompts
+
+    def receive(self, weights: Any, version: int) -> Any:
+        end = time.perf_counter() + SECONDS["sync"]
+        try:
+            return super().receive(weights, version)
+        finally:
+            until(end)
+
+    def generate(self, prompts: Any, *arguments: Any, **options: Any) -> Any:
+        end = time.perf_counter() + SECONDS["generate"] * len(prompts) / self.num_prompts
+        try:
+            return super().generate(prompts, *arguments, **options)
+        finally:
+            until(end)
+
+
+class SlowUpdate(L.Callback):
+    """Likewise for updates; keeps when each was over."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.started = 0.0
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        until(self.started + SECONDS["update"])
+        self.ends.append(time.perf_counter())
+
+
+def window(period: int, lead: int) -> tuple[int, int, int]:
+    """First and last rollout that are looked at, and how many there are in all."""
+    first = -(-(lead + 1) // period) * period
+    last = first + max(4, period)
+    return first, last, last + lead + period
+
+
+def measure(period: int, lead: int, generate_ahead: bool, can_overlap: bool) -> float:
+    first, last, count = window(period, lead)
+    slow = SlowUpdate()
+    data = {"engine": Slow(can_overlap, 4), "lead": lead, "generate_ahead": generate_ahead}
+    fit(v=period, rollouts=count, data=data, callbacks=[slow])
+    return (slow.ends[last - 1] - slow.ends[first - 1]) / (last - first)
+
+
+def simulated(period: int, lead: int, generate_ahead: bool, can_overlap: bool, seconds: dict[str, float]) -> float:
+    first, last, count = window(period, lead)
+    schedule = Schedule(period=period, lead=lead, generate_ahead=generate_ahead, can_overlap=can_overlap)
+    run = run_loop(
+        schedule,
+        count,
+        sync=seconds["sync"],
+        around=0.0,
+        generate=lambda rollouts: (seconds["generate"] * len(rollouts),) * 2,
+        update=lambda rollout: (seconds["update"],) * 2,
+    )
+    ends = [span.end for span in run.of("update")]
+    return (ends[last - 1] - ends[first - 1]) / (last - first)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    fit(rollouts=1)  # imports and first calls
+    cases = []
+    for case in CASES:
+        cases.append({"case": case, "step_seconds": measure(*case)})
+        expected = simulated(*case, SECONDS)
+        print(f"{case}: measured {cases[-1]['step_seconds']:.3f} s, simulated {expected:.3f} s", flush=True)
+    options.out.write_text(json.dumps({"seconds": SECONDS, "cases": cases}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
