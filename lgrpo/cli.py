@@ -27,6 +27,7 @@ from lgrpo.callbacks import (
     FiniteSteps,
     GracefulInterrupt,
     ImprovementMonitor,
+    RankWatch,
     ReferenceRefresh,
     RolloutProgress,
     ValidateEvery,
@@ -166,7 +167,7 @@ class LGRPOCLI(LightningCLI):
         kwargs["default_root_dir"] = str(self.run_folder)
         if self.subcommand == "fit":
             self._interrupt = GracefulInterrupt()
-            callbacks += [ExactResume(), self._interrupt]
+            callbacks += [ExactResume(), RankWatch(), self._interrupt]
             if settings["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
                 callbacks.append(RolloutProgress())
             if settings["enable_checkpointing"] is not False:
