@@ -1,7 +1,7 @@
 """Two ranks, the policy spread over them (FSDP2), share one vLLM server: ``python -m tests.two_servers FOLDER``.
 
-They train, go on from inside a cycle, lose the server while rank 1 alone samples, and look for one that is not there.
-Each rank writes what it saw to ``FOLDER/RANK.pt``.
+They train, go on from inside a cycle, lose the server while rank 1 alone samples, look for one that is not there, and
+train with a vLLM inside each of them. Each rank writes what it saw to ``FOLDER/RANK.pt``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lgrpo import Prompt, RolloutRecorder, Sampling
 from lgrpo.callbacks import ExactResume
-from lgrpo.engines import RolloutEngine, VLLMServerEngine
+from lgrpo.engines import RolloutEngine, VLLMEngine, VLLMServerEngine
 from tests.helpers import Run, build
 
 
@@ -83,6 +83,12 @@ def main() -> None:
     except RuntimeError as error:
         seen["error"] = f"{type(error).__name__}: {error}"
     seen["error_seconds"] = time.monotonic() - start
+
+    inside = make(folder, "inside", VLLMEngine(), [], **spread())
+    inside.trainer.fit(inside.module, datamodule=inside.data)
+    seen["inside"] = weights(inside)
+    seen["inside_ledger"] = [record.as_dict() for record in inside.data.engine.ledger]
+    seen["inside_logged"] = inside.logged
     torch.save(seen, folder / f"{rank}.pt")
     dist.barrier()
     engine.close()

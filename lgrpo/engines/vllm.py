@@ -269,6 +269,8 @@ class VLLMEngine(RolloutEngine):
         initialised = self._shares_processes = torch.distributed.is_initialized()
         with tempfile.TemporaryDirectory() as folder, isolated():
             config.save_pretrained(folder)
+            if initialised:
+                os.environ["RANK"] = str(torch.distributed.get_rank())  # Lightning does not set it, vLLM wants it
             try:
                 return vllm.LLM(model=folder, **arguments)
             except Exception as error:

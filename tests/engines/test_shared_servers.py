@@ -11,6 +11,7 @@ import torch
 
 from lgrpo.engines import EngineError, VLLMServerEngine
 from lgrpo.tasks.recording import Recording
+from tests.engines.test_vllm import TOLERANCE
 from tests.helpers import largest_difference
 from tests.two_servers import make, weights
 
@@ -72,6 +73,17 @@ class TestSharedServers:
         assert "no vLLM server answers at http://127.0.0.1:9" in first["error"]
         assert "EngineError: on rank 0: no vLLM server answers at http://127.0.0.1:9" in second["error"]
         assert max(first["error_seconds"], second["error_seconds"]) < 60
+
+    def test_a_vllm_inside_each_rank_holds_the_whole_policy(self, shared):
+        (first, second), _ = shared
+        assert [record["step"] for record in first["inside_ledger"]] == [0, 4]
+        checksums = [[record["checksum"] for record in seen["inside_ledger"]] for seen in (first, second)]
+        assert checksums[0] == checksums[1]
+        assert checksums[0][0] == first["ledger"][0]["checksum"]
+        assert largest_difference(first["inside"], second["inside"]) == 0
+        fresh = [row["train/engine_mismatch_max"] for row in first["inside_logged"] if row["train/lag"] == 0]
+        assert len(fresh) == 2
+        assert max(fresh) <= TOLERANCE
 
 
 class TestDevices:
