@@ -14,10 +14,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 PART = ".part"
 """Behind the name of a checkpoint that is being written."""
 SIZES = "sizes.json"
+META = "meta.pt"
+"""What of a sharded checkpoint is not spread: counters, rollouts, the engine's weights."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -186,3 +189,42 @@ def _reason(error: BaseException) -> str:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
     return cause.strerror or str(cause) if cause is not None else "the disk did not take it"
+
+
+def consolidate(folder: Path, path: Path) -> None:
+    """A sharded checkpoint, which is a folder, as one file, as a run that is not sharded would have written it."""
+    if not (folder / META).is_file():
+        raise ValueError(f"{folder} is not a sharded checkpoint: that is a folder with {META} and a part for each rank")
+    if not is_whole(folder):
+        raise ValueError(f"{folder} is damaged: files are missing, or shorter than they were")
+    if path.exists():
+        raise ValueError(f"{path} exists already, and nothing is overwritten")
+    part = path.with_name(path.name + PART)
+    try:
+        dcp_to_torch_save(folder, part)
+        weights = torch.load(part, weights_only=True)
+    finally:
+        part.unlink(missing_ok=True)
+    checkpoint = torch.load(folder / META, weights_only=True)
+    checkpoint["state_dict"] = weights.pop("state_dict")
+    checkpoint["optimizer_states"] = [by_number(weights[name]) for name in sorted(weights)]
+    writer = WholeCheckpointIO()
+    writer.save_checkpoint(checkpoint, path)
+    if writer.failed is not None:
+        raise OSError(f"{path} could not be written")
+
+
+def by_number(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state under the numbers of its parameters, where it was under their names.
+
+    >>> by_number({"state": {"b": 5}, "param_groups": [{"lr": 1, "params": ["a", "b"]}]})
+    {'state': {1: 5}, 'param_groups': [{'lr': 1, 'params': [0, 1]}]}
+    """
+    names = [name for group in optimizer["param_groups"] for name in group["params"]]
+    number = {name: count for count, name in enumerate(names)}
+    return {
+        "state": {number[name]: state for name, state in optimizer.get("state", {}).items()},
+        "param_groups": [
+            group | {"params": [number[n] for n in group["params"]]} for group in optimizer["param_groups"]
+        ],
+    }

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -27,12 +27,13 @@ from lgrpo.callbacks import (
     FiniteSteps,
     GracefulInterrupt,
     ImprovementMonitor,
+    RankWatch,
     ReferenceRefresh,
     RolloutProgress,
     ValidateEvery,
     ZeroVarianceMask,
 )
-from lgrpo.checkpoints import newest_checkpoint, sweep_parts
+from lgrpo.checkpoints import consolidate, newest_checkpoint, sweep_parts
 from lgrpo.data import RolloutDataModule, rescore
 from lgrpo.export import export
 from lgrpo.module import GRPOModule
@@ -56,7 +57,8 @@ EPILOG = (
     "lgrpo test --checkpoints RUN evaluates every checkpoint of a run. "
     "lgrpo export CHECKPOINT OUT writes a Hugging Face folder. "
     "lgrpo report RUN … writes a page of a run, or of several. "
-    "lgrpo score FILE --config … scores recorded rollouts. lgrpo sweep GRID.yaml runs settings × seeds."
+    "lgrpo score FILE --config … scores recorded rollouts. lgrpo sweep GRID.yaml runs settings × seeds. "
+    "lgrpo consolidate FOLDER FILE makes one file of a sharded checkpoint."
 )
 
 
@@ -146,6 +148,12 @@ class LGRPOCLI(LightningCLI):
             except FileNotFoundError as error:
                 raise SystemExit(f"lgrpo: {error}") from error
             sweep_parts(Path(folder))
+        if run is None and (TorchElasticEnvironment.detect() or SLURMEnvironment.detect()):
+            raise SystemExit(
+                "lgrpo: ranks that are started from outside (torchrun, SLURM) would each name the run folder by "
+                "their own clock: name it with --trainer.default_root_dir FOLDER (torchrun takes --run for an option "
+                "of its own)"
+            )
         self.run_folder = Path(run or os.environ.setdefault("LGRPO_RUN", f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"))
         self._claim_run_folder(resuming)
 
@@ -169,7 +177,7 @@ class LGRPOCLI(LightningCLI):
         kwargs["default_root_dir"] = str(self.run_folder)
         if self.subcommand == "fit":
             self._interrupt = GracefulInterrupt()
-            callbacks += [ExactResume(), self._interrupt]
+            callbacks += [ExactResume(), RankWatch(), self._interrupt]
             if settings["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
                 callbacks.append(RolloutProgress())
             if settings["enable_checkpointing"] is not False:
@@ -356,6 +364,19 @@ def score(args: list[str]) -> None:
         print(f"{done.num_failed} could not be scored, {done.num_waiting} have no score yet")
 
 
+def consolidate_command(args: list[str]) -> None:
+    """``lgrpo consolidate FOLDER FILE``: a sharded checkpoint as one file."""
+    parser = argparse.ArgumentParser("lgrpo consolidate", description="Makes one file of a sharded checkpoint.")
+    parser.add_argument("folder", type=Path, help="checkpoint of a run whose policy is spread over ranks (FSDP2)")
+    parser.add_argument("file", type=Path, help="checkpoint to write, for lgrpo validate and test, or to look into")
+    own = parser.parse_args(args)
+    try:
+        consolidate(own.folder, own.file)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"lgrpo: {error}") from error
+    print(f"{own.file} holds all of {own.folder}")
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry point of the ``lgrpo`` command."""
     args = with_config_of_run(sys.argv[1:] if args is None else args)
@@ -373,6 +394,8 @@ def main(args: list[str] | None = None) -> None:
             score(args[1:])
         elif args and args[0] == "simulate":
             simulate(args[1:])
+        elif args and args[0] == "consolidate":
+            consolidate_command(args[1:])
         elif args and args[0] == "sweep":
             sweep(args[1:], lambda: ParserOnly().parser)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -154,6 +154,11 @@ class GRPOModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         self.amplifications.forget()
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            raise ValueError(
+                "trainer.strategy is FSDPStrategy, the first FSDP, which lgrpo does not gather weights from. Use its "
+                "successor: configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy)"
+            )
         if stage != "fit":
             return
         self.proximal, self._reference_logprobs = ProximalMemory(), {}

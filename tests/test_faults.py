@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import FSDPStrategy
 
 from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, TransformersEngine, WeightSync, ZeroVarianceMask
 from lgrpo.callbacks import AdaptiveWeightSync, ExactResume, FiniteSteps, GracefulInterrupt
@@ -31,7 +33,7 @@ from lgrpo.tasks import SortDigits
 from lgrpo.types import RolloutBatch
 from tests.helpers import build, fit, largest_difference
 from tests.processes import until_nobody_lives
-from tests.two_shards import make
+from tests.two_shards import clipped, make
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SMALL = [
@@ -263,14 +265,68 @@ def test_a_policy_spread_over_two_processes(tmp_path):
     one.trainer.fit(one.module, datamodule=one.data)
     assert one.recorder.lags == straight["lags"]
     assert largest_difference(dict(one.module.policy_weights()), straight["weights"]) < 1e-3  # AdamW enlarges rounding
+    for precision, tolerance in (("32-true", 1e-5), ("bf16-mixed", 2e-3)):
+        spread, alone = torch.load(tmp_path / f"{precision}.pt"), clipped(1, precision)
+        before = {name: tensor.clone() for name, tensor in alone.module.policy_weights()}
+        alone.trainer.fit(alone.module, datamodule=alone.data)
+        assert {tensor.dtype for tensor in spread.values()} == {torch.float32}
+        assert largest_difference(spread, before) > 0.004
+        assert largest_difference(spread, dict(alone.module.policy_weights())) < tolerance, precision
+
     checkpoint = tmp_path / "step=10.ckpt"
     assert not list(tmp_path.glob(f"*{PART}"))
     assert is_whole(checkpoint)
+    main(["consolidate", str(checkpoint), str(tmp_path / "one.ckpt")])
+    with pytest.raises(SystemExit, match="exists already"):
+        main(["consolidate", str(checkpoint), str(tmp_path / "one.ckpt")])
+    one = make(tmp_path / "one", devices=1, saving=False)
+    optimizer = torch.load(tmp_path / "one.ckpt", weights_only=True)["optimizer_states"][0]
+    assert [tensor["step"] for tensor in optimizer["state"].values()] == [10] * len(
+        dict(one.module.policy.named_parameters())
+    )
+    one.trainer.validate(one.module, datamodule=one.data, ckpt_path=str(tmp_path / "one.ckpt"), verbose=False)
+    assert largest_difference(dict(one.module.policy_weights()), straight["weights"]) == 0
+    again = make(tmp_path / "one", devices=1, saving=False)
+    with pytest.raises(ResumeError, match="world size was 2, here it is 1"):
+        again.trainer.fit(again.module, datamodule=again.data, ckpt_path=str(tmp_path / "one.ckpt"))
     (shard, _) = sorted(checkpoint.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     assert not is_whole(checkpoint)
+    (tmp_path / "one.ckpt").unlink()
     with pytest.warns(UserWarning, match=r"damaged, so not used: step=10\.ckpt"):
         assert newest_checkpoint(tmp_path).name == "step=9.ckpt"
+    for folder, message in ((checkpoint, "is damaged"), (tmp_path, "is not a sharded checkpoint")):
+        with pytest.raises(SystemExit, match=message):
+            main(["consolidate", str(folder), str(tmp_path / "two.ckpt")])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_while_the_other_is_busy(rank):
+    """Nobody waits for it: not in a collective, where its end would show, and not for ever, orphaned."""
+    command = [sys.executable, "-m", "tests.two_deaths", str(rank)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200)
+    pids = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("process ")}
+    assert len(pids) == 2
+    assert until_nobody_lives(lambda stat: stat[0] in pids)
+    assert done.returncode == (-signal.SIGKILL if rank == 0 else 1)
+    fate = "has ended" if rank == 0 else "was killed by SIGKILL"
+    assert re.search(rf"lgrpo: rank {rank} \(process \d+ on .*\) {fate}", done.stderr)
+
+
+def test_the_first_fsdp_is_refused():
+    run = build()
+    run.trainer._accelerator_connector.strategy = FSDPStrategy()  # Lightning has none for a CPU
+    run.module.trainer = run.trainer
+    with pytest.raises(ValueError, match=r"Use its successor: configs/fsdp2\.yaml"):
+        run.module.setup("fit")
+
+
+def test_ranks_that_are_started_from_outside_are_told_the_folder(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("GROUP_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=r"name it with --trainer\.default_root_dir FOLDER"):
+        main(["fit", *SMALL])
 
 
 IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

@@ -171,28 +171,30 @@ class TestSameGradient:
             for a, b in zip(whole, gradients(m), strict=True):
                 assert largest_difference(a, b) <= 1e-5
 
-    def test_two_processes(self, tmp_path):
-        """DDP over two ranks samples the same completions and steps to the same weights as one process."""
+    def test_several_processes(self, tmp_path):
+        """DDP over two and four ranks samples the same completions and steps to the same weights as one process."""
         results = {}
-        for devices in (1, 2):
+        for devices in (1, 2, 4):
             out = tmp_path / f"{devices}.pt"
             command = [sys.executable, "-m", "tests.two_processes", str(devices), str(out)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stdout + done.stderr
             results[devices] = torch.load(out)
-        one, two = results[1], results[2]
-        assert two["world_size"] == 2
-        assert largest_difference(one["weights"], two["weights"]) <= 1e-5
+        one = results[1]
         assert largest_difference(one["weights"], one["initial"]) > 1e-4
-        assert len(one["logged"]) == len(two["logged"]) == 6
-        for a, b in zip(one["logged"], two["logged"], strict=True):
-            for name in ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag"):
-                assert a[name] == pytest.approx(b[name], abs=1e-5), name
-        assert one["val/pass@1"] == pytest.approx(two["val/pass@1"], abs=1e-6)
-        assert len(list((tmp_path / "2.pt-rollouts").iterdir())) == 6  # of each rank its own
-        recorded = [Recording.read(f"{tmp_path}/{devices}.pt-rollouts").table for devices in (1, 2)]
-        for name in ("rollout", "position", "sibling", "token_ids", "reward", "behaviour_step"):
-            assert recorded[0][name].to_pylist() == recorded[1][name].to_pylist(), name
+        recorded = {devices: Recording.read(f"{tmp_path}/{devices}.pt-rollouts").table for devices in results}
+        for devices in (2, 4):
+            several = results[devices]
+            assert several["world_size"] == devices
+            assert largest_difference(one["weights"], several["weights"]) <= 1e-5
+            assert len(one["logged"]) == len(several["logged"]) == 6
+            for a, b in zip(one["logged"], several["logged"], strict=True):
+                for name in ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag"):
+                    assert a[name] == pytest.approx(b[name], abs=1e-5), name
+            assert one["val/pass@1"] == pytest.approx(several["val/pass@1"], abs=1e-6)
+            assert len(list((tmp_path / f"{devices}.pt-rollouts").iterdir())) == 3 * devices  # of each rank its own
+            for name in ("rollout", "position", "sibling", "token_ids", "reward", "behaviour_step"):
+                assert recorded[1][name].to_pylist() == recorded[devices][name].to_pylist(), name
 
     def test_shuffled_siblings(self, monkeypatch):
         """The rows of every group dealt in another order, before the rollout is cut."""

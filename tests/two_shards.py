@@ -1,13 +1,15 @@
 """A run whose policy is spread over two CPU processes (FSDP2): ``python -m tests.two_shards FOLDER [STEP …]``.
 
 It is trained to its end, a sharded checkpoint after every step; then again from each STEP. The weights at every end go
-to ``FOLDER/from-STEP.pt`` (0 for the first).
+to ``FOLDER/from-STEP.pt`` (0 for the first). Then runs with clipped gradients and activations computed again, in
+float32 and in mixed precision: their weights go to ``FOLDER/PRECISION.pt``.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,18 +17,28 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lgrpo import ClippedLoss, ReferenceRefresh, ZeroVarianceMask
 from lgrpo.callbacks import ExactResume, FiniteSteps
-from tests.helpers import Run, build
+from tests.helpers import Run, build, tiny_policy
+
+
+def spread(devices: int) -> dict[str, Any]:
+    """Of the Trainer: as many processes, the policy spread over them."""
+    if devices == 1:
+        return {"devices": 1}
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    return {"devices": devices, "strategy": strategy}
+
+
+def clipped(devices: int, precision: str, clip: float | None = 0.01) -> Run:
+    """Steps of one length, whatever the gradient's: a norm that is not that of all ranks together shows at once."""
+    trainer = spread(devices) | {"gradient_clip_val": clip, "precision": precision, "accumulate_grad_batches": 2}
+    return build(rollouts=3, learning_rate=1.0, policy=tiny_policy(gradient_checkpointing=True), trainer=trainer)
 
 
 def make(folder: Path, devices: int, saving: bool) -> Run:
     callbacks = [ZeroVarianceMask(0.2), ReferenceRefresh(period=2, decay=0.5), ExactResume(), FiniteSteps()]
     if saving:
         callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
-    trainer = {"devices": devices, "accumulate_grad_batches": 2, "default_root_dir": str(folder)}
-    if devices > 1:
-        trainer["strategy"] = ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
-        )
+    trainer = spread(devices) | {"accumulate_grad_batches": 2, "default_root_dir": str(folder)}
     return build(
         v=4,
         i=2,
@@ -48,6 +60,12 @@ def main() -> None:
         if run.trainer.is_global_zero:
             state = {"weights": weights, "lags": run.recorder.lags, "steps": run.trainer.global_step}
             torch.save(state, folder / f"from-{step}.pt")
+    for precision in ("32-true", "bf16-mixed"):
+        run = clipped(2, precision)
+        run.trainer.fit(run.module, datamodule=run.data)
+        weights = {name: tensor.clone() for name, tensor in run.module.policy_weights()}
+        if run.trainer.is_global_zero:
+            torch.save(weights, folder / f"{precision}.pt")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from lgrpo.callbacks.improvement_monitor import ImprovementMonitor
 from lgrpo.callbacks.interrupt import GracefulInterrupt
 from lgrpo.callbacks.overlong_mask import OverlongMask
 from lgrpo.callbacks.progress import RolloutProgress
+from lgrpo.callbacks.rank_watch import RankWatch
 from lgrpo.callbacks.reference_refresh import ReferenceRefresh
 from lgrpo.callbacks.rollout_log import RolloutLog
 from lgrpo.callbacks.rollout_recorder import RolloutRecorder
@@ -26,6 +27,7 @@ __all__ = [
     "GracefulInterrupt",
     "ImprovementMonitor",
     "OverlongMask",
+    "RankWatch",
     "ReferenceRefresh",
     "RolloutCallback",
     "RolloutLog",

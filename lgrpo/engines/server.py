@@ -39,9 +39,22 @@ class VLLMServer:
         """Whether a server of the user's did not come back. The next sync looks for it again."""
 
     @classmethod
-    def start(cls, folder: Path, log: Path, flags: Mapping[str, Any], environment: Mapping[str, str]) -> VLLMServer:
-        """Starts a server of the model in ``folder`` on the loopback address, behind a key of its own."""
-        port, api_key = _free_port(), secrets.token_urlsafe(32)
+    def start(
+        cls,
+        folder: Path,
+        log: Path,
+        flags: Mapping[str, Any],
+        environment: Mapping[str, str],
+        successor_of: VLLMServer | None = None,
+    ) -> VLLMServer:
+        """Starts a server of the model in ``folder`` on the loopback address, behind a key of its own.
+
+        ``successor_of`` is one that has ended, whose address and key it takes over.
+        """
+        if successor_of is None:
+            port, api_key = _free_port(), secrets.token_urlsafe(32)
+        else:
+            port, api_key = int(successor_of.url.rpartition(":")[2]), str(successor_of.api_key)
         arguments = {"model": folder, "host": "127.0.0.1", "port": port, **flags}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for name, value in arguments.items():

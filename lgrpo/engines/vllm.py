@@ -315,6 +315,8 @@ class VLLMEngine(RolloutEngine):
             config.save_pretrained(folder)
             if adapter is not None:
                 write_folder(folder, sent.through(adapter.base()))
+            if initialised:
+                os.environ["RANK"] = str(torch.distributed.get_rank())  # Lightning does not set it, vLLM wants it
             try:
                 llm = vllm.LLM(model=str(folder), **arguments)
             except Exception as error:

@@ -45,6 +45,7 @@ class VLLMServerEngine(Fleet):
         gpu_memory_utilization: float = 0.9,
         kv_cache_gib: float | None = None,
         tensor_parallel_size: int = 1,
+        devices: list[list[int]] | None = None,
         seeded: bool | None = None,
         requests_at_a_time: int = 64,
         transfer: Literal["file", "ipc"] = "file",
@@ -72,6 +73,8 @@ class VLLMServerEngine(Fleet):
             gpu_memory_utilization: Share of its GPU's memory a server takes.
             kv_cache_gib: Size of a server's key-value cache; on a CPU 0.25 by default.
             tensor_parallel_size: GPUs a server is spread over.
+            devices: Numbers of the GPUs of each server, such as [[6], [7]], as this process counts them. By default the
+                last ones: the first are for training.
             seeded: Each request has a seed of its own, so that runs repeat. By default on CPUs only.
             requests_at_a_time: Prompts in flight at each server.
             transfer: How weights travel: as files, or as CUDA memory of the one GPU that trainer and servers share.
@@ -97,6 +100,7 @@ class VLLMServerEngine(Fleet):
             dtype=None if dtype is None else getattr(torch, dtype),
             start_timeout=start_timeout,
             sync_timeout=sync_timeout,
+            timeout=timeout,
             return_timeout=return_timeout,
             max_failures=max_failures,
             adapters=adapters,
@@ -106,6 +110,8 @@ class VLLMServerEngine(Fleet):
             raise ValueError(f"num_servers is {num_servers}; at least 1 is needed")
         if urls is not None and not urls:
             raise ValueError("urls is an empty list: leave it out to have servers started")
+        if devices is not None:
+            check_devices(devices, num_servers, tensor_parallel_size, urls)
         if max_failures < 0:
             raise ValueError(f"max_failures is {max_failures}; 0 stops at the first failure")
         if hang_timeout <= 0:
@@ -119,12 +125,11 @@ class VLLMServerEngine(Fleet):
         self.gpu_memory_utilization = gpu_memory_utilization
         self.kv_cache_gib = kv_cache_gib
         self.tensor_parallel_size = tensor_parallel_size
+        self.devices = devices
         self.seeded = seeded
         self.requests_at_a_time = requests_at_a_time
-        self.timeout = timeout
         self.hang_timeout = hang_timeout
         self.options = options or {}
-        self._longest = 0
 
     def generate(
         self,
@@ -145,7 +150,7 @@ class VLLMServerEngine(Fleet):
         def ask(server: VLLMServer, place: int) -> list[Completion]:
             prompt = prompts[place]
             body = {
-                "model": (self._transfer and self._transfer.model) or self.served_model_name,
+                "model": self._model or self.served_model_name,
                 "prompt": prompt.token_ids,
                 "n": num_samples,
                 "temperature": sampling.temperature,
@@ -194,7 +199,8 @@ class VLLMServerEngine(Fleet):
             timeout=self.timeout,
         )
         try:
-            dispatch.run(self._present(), keep)
+            with self._used():
+                dispatch.run(self._present(), keep)
         except BaseException:
             self._call_off()
             raise
@@ -257,12 +263,33 @@ class VLLMServerEngine(Fleet):
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "TORCHDYNAMO_DISABLE": "1",
             }
-        elif (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) and "," in visible:
-            devices = visible.split(",")
-            first = len(devices) - (index + 1) * self.tensor_parallel_size  # the last ones: the first are for training
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + self.tensor_parallel_size])
+        else:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices_of(index, visible.split(",")))
         folder = transfer.folder
-        return VLLMServer.start(folder, folder / f"server-{index}.log", flags, environment)
+        before = self.servers[index] if self._line is not None and self.servers else None  # other ranks know it
+        return VLLMServer.start(folder, folder / f"server-{index}.log", flags, environment, before)
+
+    def _devices_of(self, index: int, visible: list[str]) -> list[str]:
+        """The GPUs of a server, of those this process sees."""
+        size, count = self.tensor_parallel_size, len(visible)
+        if self.devices is not None:
+            wanted = self.devices[index]
+        elif count == 1:
+            wanted = [0]
+        elif self.transfer == "ipc":
+            wanted = [torch.cuda.current_device()]
+        else:
+            wanted = list(range(count - (index + 1) * size, count - index * size))
+        if wrong := [number for number in wanted if not 0 <= number < count]:
+            raise EngineError(
+                f"server {index} is to run on GPU {wrong[0]}, but this process sees {count} (0 to {count - 1}): mend "
+                "devices, num_servers, tensor_parallel_size or CUDA_VISIBLE_DEVICES"
+                if self.devices is not None
+                else f"{self.num_servers} servers of {size} GPUs each need {self.num_servers * size}, and this process "
+                f"sees {count}"
+            )
+        return [visible[number] for number in wanted]
 
     def _check_model(self, server: VLLMServer) -> None:
         served = server.call("GET", "/v1/models", self.sync_timeout)["data"]
@@ -271,3 +298,19 @@ class VLLMServerEngine(Fleet):
             raise EngineError(f"the vLLM server at {server.url} serves {names}, not {self.served_model_name!r}")
         longest = served[names.index(self.served_model_name)].get("max_model_len") or 0
         self._longest = min(self._longest or longest, longest)
+
+
+def check_devices(devices: list[list[int]], num_servers: int, size: int, urls: list[str] | None) -> None:
+    """Refuses GPUs that do not go with the other settings.
+
+    >>> check_devices([[6], [7]], 2, 1, None)
+    """
+    if urls is not None:
+        raise ValueError("devices is for servers that are started here, and urls names servers that run already")
+    if len(devices) != num_servers:
+        raise ValueError(f"devices names the GPUs of {len(devices)} servers, but num_servers is {num_servers}")
+    for index, numbers in enumerate(devices):
+        if len(numbers) != size:
+            raise ValueError(f"devices gives server {index} {len(numbers)} GPUs, but tensor_parallel_size is {size}")
+        if len(set(numbers)) < len(numbers) or min(numbers) < 0:
+            raise ValueError(f"devices gives server {index} the GPUs {numbers}: each is a number from 0 on, named once")

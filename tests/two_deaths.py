@@ -1,0 +1,35 @@
+"""A rank of two is killed while the other one is busy by itself: ``python -m tests.two_deaths RANK``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from lgrpo import RolloutCallback
+from lgrpo.callbacks import RankWatch
+from tests.helpers import build
+
+
+class Death(RolloutCallback):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_rollout_start(self, trainer: Any, pl_module: Any, rollout: int) -> None:
+        if rollout == 2:
+            print(f"process {os.getpid()}", flush=True)
+            if trainer.global_rank == self.rank:
+                time.sleep(1)
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+
+
+def main() -> None:
+    run = build(callbacks=[Death(int(sys.argv[1])), RankWatch()], trainer={"devices": 2, "strategy": "ddp"})
+    run.trainer.fit(run.module, datamodule=run.data)
+
+
+if __name__ == "__main__":
+    main()
