@@ -38,8 +38,8 @@ class SupervisedWarmStart(L.Callback):
         """
         if num_steps < 1 or batch_size < 1:
             raise ValueError(
-                f"SupervisedWarmStart has num_steps {num_steps} and batch_size {batch_size}; each is 1 or more. Leave the "
-                "callback out for a run without a warm start"
+                f"SupervisedWarmStart has num_steps {num_steps} and batch_size {batch_size}; each is 1 or more. "
+                "Leave the callback out for a run without a warm start"
             )
         self.num_steps = num_steps
         self.batch_size = batch_size
