@@ -291,6 +291,6 @@ def test_a_reward_that_cannot_be_pickled():
     """The reason comes to every caller, also to those who come when the pool has given up."""
     reward = Isolated(Unpicklable())
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="Unpicklable cannot be sent to another process .*generator"):
+        with pytest.raises(RuntimeError, match=r"Unpicklable cannot be sent to another process .*generator"):
             score(reward, "a", "b", "c")
     reward.close()
