@@ -96,7 +96,8 @@ class RolloutCallback(L.Callback):
     """A Lightning callback that also hears of rollouts. Subclass it to extend a run.
 
     The one thing such a callback may change is a batch's ``loss_mask``, and only by turning entries off: then no order
-    of callbacks can change a result. What needs more is an advantage, a reward or a loss.
+    of callbacks can change a result. What needs more is an advantage, a reward or a loss. In these hooks a figure is
+    logged by ``pl_module.note(name, value)``: Lightning's ``self.log`` works in Lightning's own hooks only.
     """
 
     order: int = 2

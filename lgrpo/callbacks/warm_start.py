@@ -36,6 +36,11 @@ class SupervisedWarmStart(L.Callback):
             learning_rate: Of AdamW.
             seed: Chooses the rows; by default the data module's.
         """
+        if num_steps < 1 or batch_size < 1:
+            raise ValueError(
+                f"SupervisedWarmStart has num_steps {num_steps} and batch_size {batch_size}; each is 1 or more. "
+                "Leave the callback out for a run without a warm start"
+            )
         self.num_steps = num_steps
         self.batch_size = batch_size
         self.learning_rate = learning_rate

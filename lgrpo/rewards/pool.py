@@ -111,6 +111,7 @@ class WorkerPool:
         self._waiting: deque[Job] = deque()
         self._lock = threading.Lock()
         self._closing = False
+        self._error: BaseException = RuntimeError("the reward's workers are closed")
         self._count = 0
         self._ear, self._mouth = Pipe(duplex=False)
         self.nursery = Nursery(reward, limits)
@@ -123,7 +124,7 @@ class WorkerPool:
         job = Job(prompts, completions)
         with self._lock:
             if self._closing:
-                raise RuntimeError("the reward's workers are closed")
+                raise self._error
             self._waiting.append(job)
             self._mouth.send_bytes(b".")
         return job.future
@@ -140,17 +141,16 @@ class WorkerPool:
     # In the thread
 
     def _run(self) -> None:
-        error: BaseException = RuntimeError("the reward's workers were closed")
         try:
             while not self._closing:
                 self._assign()
                 self._listen()
         except BaseException as what:
-            error = what
+            self._error = what
         with self._lock:
             self._closing = True
         for job in [*self._waiting, *(job for worker in self.workers for job in worker.jobs.values())]:
-            job.future.set_exception(error)
+            job.future.set_exception(self._error)
         for worker in self.workers:
             worker.kill()
         self.nursery.close()
@@ -275,6 +275,7 @@ class Nursery:
             ) from error
 
     def _open(self) -> None:
+        pickled = self._pickled()
         own, theirs = socket.socketpair()
         command = [sys.executable, "-m", "lgrpo.rewards.nursery", str(theirs.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -288,7 +289,6 @@ class Nursery:
         )
         theirs.close()
         self._channel = own
-        pickled = self._pickled()
         limits = [self._limits.timeout, self._limits.memory, self._limits.output]
         own.settimeout(120)
         try:

@@ -198,3 +198,7 @@ class TestWarmStart:
         rows = [{"question": "1>", "answer": "1"}]
         with pytest.raises(ValueError, match="needs the field 'solution'"):
             fit(callbacks=[SupervisedWarmStart()], data={"task": DatasetTask(ExactMatch(), rows, rows)})
+
+    def test_no_steps_at_all(self):
+        with pytest.raises(ValueError, match="Leave the callback out"):
+            SupervisedWarmStart(num_steps=0)

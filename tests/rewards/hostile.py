@@ -150,3 +150,13 @@ class Unloadable(BatchReward):
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         return [0.0] * len(completions)
+
+
+class Unpicklable(Reward):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.answers = (str(n) for n in range(3))
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        return 0.0

@@ -18,7 +18,7 @@ from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
 from tests.processes import until_nobody_lives
-from tests.rewards.hostile import Fussy, Hoarding, Hostile, HostileByDigit, Siblings, Unloadable, Waiting
+from tests.rewards.hostile import Fussy, Hoarding, Hostile, HostileByDigit, Siblings, Unloadable, Unpicklable, Waiting
 
 
 def score(reward, *texts, answer="1"):
@@ -285,3 +285,12 @@ def test_bad_settings(settings, message):
 def test_a_reward_that_cannot_be_loaded_elsewhere():
     with pytest.raises(RuntimeError, match="Unloadable cannot be loaded in another process: ValueError"):
         score(Isolated(Unloadable()), "a")
+
+
+def test_a_reward_that_cannot_be_pickled():
+    """The reason comes to every caller, also to those who come when the pool has given up."""
+    reward = Isolated(Unpicklable())
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"Unpicklable cannot be sent to another process .*generator"):
+            score(reward, "a", "b", "c")
+    reward.close()
