@@ -10,13 +10,11 @@ from lgrpo.report.series import Series
 def draw_curves(series: Series, path: Path) -> None:
     """Writes a PNG: reward and pass@1 above, lag of the behaviour policy below."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure  # not pyplot, which would choose how a notebook shows its own
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'lgrpo[tutorials]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 5), height_ratios=(3, 1), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     reward = series.get("rollout/reward", [])
     if reward:
         steps, values = zip(*reward, strict=True)
@@ -36,7 +34,6 @@ def draw_curves(series: Series, path: Path) -> None:
     bottom.set_xlabel("optimizer step")
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _smoothed(values: list[float], window: int = 15) -> list[float]:

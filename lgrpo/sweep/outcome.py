@@ -84,23 +84,15 @@ def draw_outcome(outcome: Outcome, path: Path) -> None:
     """Writes a PNG, a row for each metric: curves over steps, means over seeds, differences to the baseline."""
     try:
         import matplotlib
+        from matplotlib.figure import Figure  # not pyplot, which would choose how a notebook shows its own
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'lgrpo[tutorials]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     grid = outcome.grid
     arms = [arm.name for arm in grid.arms if arm.name in outcome.series]
-    colours = dict(zip(arms, (plt.get_cmap("tab10")(i % 10) for i in range(len(arms))), strict=True))
+    colours = dict(zip(arms, (matplotlib.colormaps["tab10"](i % 10) for i in range(len(arms))), strict=True))
     height = max(2.6, 0.36 * len(arms) + 1.4)
-    figure, axes = plt.subplots(
-        len(grid.metrics),
-        3,
-        figsize=(13, height * len(grid.metrics) + 0.3),
-        width_ratios=(5, 4, 4),
-        layout="constrained",
-        squeeze=False,
-    )
+    figure = Figure(figsize=(13, height * len(grid.metrics) + 0.3), layout="constrained")
+    axes = figure.subplots(len(grid.metrics), 3, width_ratios=(5, 4, 4), squeeze=False)
     for metric, (left, middle, right) in zip(grid.metrics, axes, strict=True):
         for arm in arms:
             _draw_curve(left, outcome, arm, metric, colours[arm])
@@ -126,7 +118,6 @@ def draw_outcome(outcome: Outcome, path: Path) -> None:
             axis.grid(alpha=0.3)
             axis.title.set_fontsize("medium")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _draw_curve(axis: Any, outcome: Outcome, arm: str, metric: str, colour: Any) -> None:
