@@ -131,10 +131,11 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
     num_parameters, num_trained = _num_parameters(architecture, settings["trust_remote_code"], policy.lora)
     bytes_each = 2 if settings["dtype"] == "bfloat16" else 4
     needs_reference = _needs_reference(config.model.loss)
+    optimizer, state = _optimizer_state(config.model.optimizer.class_path, 4 if policy.lora else bytes_each)
     held = {
         "weights": bytes_each * num_parameters,
         "gradients": bytes_each * num_parameters,
-        "AdamW": 2 * bytes_each * num_parameters,
+        optimizer: state * num_parameters,
         "reference": bytes_each * num_parameters * needs_reference,
         "engine's copy": bytes_each * num_parameters,
     }
@@ -166,6 +167,14 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
             "(prompts not counted)",
         ),
     ]
+
+
+def _optimizer_state(class_path: str, bytes_each: int) -> tuple[str, float]:
+    """An optimizer by name, and about how many bytes it keeps of every parameter: two moments, unless it says less."""
+    name = class_path.rpartition(".")[2]
+    if name == "SGD":
+        return name, bytes_each
+    return name, 2.1 if "8bit" in name else 2 * bytes_each
 
 
 def _needs_reference(loss: Namespace) -> bool:
