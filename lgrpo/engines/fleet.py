@@ -304,6 +304,7 @@ class Fleet(RolloutEngine):
             shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
             folder = Path(tempfile.mkdtemp(prefix="lgrpo-weights-", dir=self.weights_dir or shared))
             folder.chmod(0o700)
+            atexit.register(self.close)  # whatever ends the run ends its servers, and leaves no files
             self._transfer = TRANSFERS[self.transfer](folder, self.sync_timeout)
             weights.config.save_pretrained(folder)
             numbering_tokenizer(weights.config.get_text_config().vocab_size).save_pretrained(folder)
