@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lgrpo import ClippedLoss, ReferenceRefresh, ZeroVarianceMask
+from lgrpo import ClippedLoss, LoRA, ReferenceRefresh, ZeroVarianceMask
 from lgrpo.callbacks import ExactResume, FiniteSteps
 from tests.helpers import Run, build, tiny_policy
 
@@ -32,6 +32,19 @@ def clipped(devices: int, precision: str, clip: float | None = 0.01) -> Run:
     """Steps of one length, whatever the gradient's: a norm that is not that of all ranks together shows at once."""
     trainer = spread(devices) | {"gradient_clip_val": clip, "precision": precision, "accumulate_grad_batches": 2}
     return build(rollouts=3, learning_rate=1.0, policy=tiny_policy(gradient_checkpointing=True), trainer=trainer)
+
+
+def adapted(devices: int) -> Run:
+    """Adapters, and a reference among them, spread like the rest."""
+    return build(
+        v=2,
+        rollouts=4,
+        loss=ClippedLoss(kl_coef=0.1),
+        optimizer=torch.optim.AdamW,
+        policy=tiny_policy(lora=LoRA(rank=4)),
+        callbacks=[ReferenceRefresh(period=2)],
+        trainer=spread(devices),
+    )
 
 
 def make(folder: Path, devices: int, saving: bool) -> Run:
@@ -66,6 +79,11 @@ def main() -> None:
         weights = {name: tensor.clone() for name, tensor in run.module.policy_weights()}
         if run.trainer.is_global_zero:
             torch.save(weights, folder / f"{precision}.pt")
+    run = adapted(2)
+    run.trainer.fit(run.module, datamodule=run.data)
+    weights = {name: tensor.clone() for name, tensor in run.module.policy_weights()}
+    if run.trainer.is_global_zero:
+        torch.save(weights, folder / "adapted.pt")
 
 
 if __name__ == "__main__":

@@ -308,6 +308,7 @@ class Fleet(RolloutEngine):
             shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
             folder = Path(tempfile.mkdtemp(prefix="lgrpo-weights-", dir=self.weights_dir or shared))
             folder.chmod(0o700)
+            atexit.register(self.close)  # whatever ends the run ends its servers, and leaves no files
             if self.adapters and weights.adapter is not None:
                 self.adapter_rank = weights.adapter.rank
                 self._transfer = AdapterTransfer(folder, self.sync_timeout, weights.adapter.rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Sequence
 from typing import Any, Literal, final
@@ -219,7 +218,6 @@ class VLLMServerEngine(Fleet):
             self._on_cpu = vllm.platforms.current_platform.is_cpu()
             self._is_seeded = self._on_cpu if self.seeded is None else self.seeded
             self._server_dtype = self.dtype or next(iter(weights))[1].dtype
-            atexit.register(self.close)  # whatever ends the run ends its servers
             servers = [self._start(transfer, index) for index in range(self.num_servers)]
             patience = self.start_timeout
         try:
