@@ -26,6 +26,7 @@ from lgrpo.checkpoints import PART, is_whole, newest_checkpoint, sweep_parts
 from lgrpo.cli import RESUMABLE, main
 from lgrpo.data import DynamicSampling
 from lgrpo.engines import EngineError, WeightSyncError
+from lgrpo.export import read
 from lgrpo.report import read_series
 from lgrpo.rewards import Reward
 from lgrpo.settings import ResumeError
@@ -33,7 +34,7 @@ from lgrpo.tasks import SortDigits
 from lgrpo.types import RolloutBatch
 from tests.helpers import build, fit, largest_difference
 from tests.processes import until_nobody_lives
-from tests.two_shards import clipped, make
+from tests.two_shards import adapted, clipped, make
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SMALL = [
@@ -272,7 +273,10 @@ def test_a_policy_spread_over_two_processes(tmp_path):
         assert {tensor.dtype for tensor in spread.values()} == {torch.float32}
         assert largest_difference(spread, before) > 0.004
         assert largest_difference(spread, dict(alone.module.policy_weights())) < tolerance, precision
-
+    with_adapters = adapted(1)
+    with_adapters.trainer.fit(with_adapters.module, datamodule=with_adapters.data)
+    spread = torch.load(tmp_path / "adapted.pt")
+    assert largest_difference(spread, dict(with_adapters.module.policy_weights())) < 1e-4
     checkpoint = tmp_path / "step=10.ckpt"
     assert not list(tmp_path.glob(f"*{PART}"))
     assert is_whole(checkpoint)
@@ -286,6 +290,10 @@ def test_a_policy_spread_over_two_processes(tmp_path):
     )
     one.trainer.validate(one.module, datamodule=one.data, ckpt_path=str(tmp_path / "one.ckpt"), verbose=False)
     assert largest_difference(dict(one.module.policy_weights()), straight["weights"]) == 0
+    exported, step = read(checkpoint)
+    held = dict(straight["weights"])
+    assert step == 10
+    assert largest_difference(held, {name: exported[f"policy.model.{name}"] for name in held}) == 0
     again = make(tmp_path / "one", devices=1, saving=False)
     with pytest.raises(ResumeError, match="world size was 2, here it is 1"):
         again.trainer.fit(again.module, datamodule=again.data, ckpt_path=str(tmp_path / "one.ckpt"))
@@ -295,6 +303,9 @@ def test_a_policy_spread_over_two_processes(tmp_path):
     (tmp_path / "one.ckpt").unlink()
     with pytest.warns(UserWarning, match=r"damaged, so not used: step=10\.ckpt"):
         assert newest_checkpoint(tmp_path).name == "step=9.ckpt"
+    shard.unlink()
+    with pytest.raises(SystemExit, match=rf"is damaged: {shard.name} of its \d+ files are missing"):
+        main(["export", str(checkpoint), str(tmp_path / "out")])
     for folder, message in ((checkpoint, "is damaged"), (tmp_path, "is not a sharded checkpoint")):
         with pytest.raises(SystemExit, match=message):
             main(["consolidate", str(folder), str(tmp_path / "two.ckpt")])
