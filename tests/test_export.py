@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lgrpo import Sampling
 from lgrpo.cli import main
+from lgrpo.engines import EngineError, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.server import VLLMServer
 from tests.helpers import a_batch, tiny_policy
 from tests.test_cli import CONFIGS
@@ -84,7 +86,22 @@ def test_adapters_merged_and_alone(lora_run, tmp_path):
     assert (merged(tokens).logits - plain).abs().max() > 1e-3
 
 
-def test_vllm_serves_it(lora_run, tmp_path):
+def check_the_tokenizer(server, monkeypatch):
+    """A server of the user's with the policy's tokenizer is taken, one with another refused."""
+    monkeypatch.setenv("LGRPO_VLLM_API_KEY", server.api_key)
+    for characters, message in (
+        ("9876543210>", "has another tokenizer than the policy"),
+        ("0123456789>", "sync failed"),
+    ):
+        policy = tiny_policy(characters=characters)
+        policy.build()
+        engine = VLLMServerEngine(urls=[server.url], served_model_name="exported", max_failures=0)
+        engine.prepare(policy.tokenizer, [], 1, Sampling())
+        with pytest.raises((EngineError, WeightSyncError), match=message):  # the right one lacks routes to sync by
+            engine.load_weights(policy.weights(), 0)
+
+
+def test_vllm_serves_it(lora_run, tmp_path, monkeypatch):
     """With its own tokenizer and settings: the same completion, token by token, and the same log-probabilities."""
     pytest.importorskip("vllm")
     out = tmp_path / "out"
@@ -95,6 +112,7 @@ def test_vllm_serves_it(lora_run, tmp_path):
         server.wait_until_ready(240)
         body = {"model": "exported", "prompt": "312>", "temperature": 0, "max_tokens": 5, "logprobs": 0}
         answer = server.call("POST", "/v1/completions", 60, json=body | {"return_token_ids": True})["choices"][0]
+        check_the_tokenizer(server, monkeypatch)
     finally:
         server.close()
     policy = tiny_policy(config=None, characters=None, name=str(out))

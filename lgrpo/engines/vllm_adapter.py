@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lgrpo.engines.vllm_weights import FUSED
+from lgrpo.engines.vllm_weights import FUSED, gathered
 from lgrpo.functional import as_numbers, tensor_checksum
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -70,7 +70,8 @@ def applied_parts(worker: Any, shapes: Mapping[str, Sequence[int]]) -> Iterator[
         if layer is None:
             raise LookupError(f"vLLM has no adapter at {path}")
         stacked = layer.lora_a_stacked if side == "lora_A" else layer.lora_b_stacked
-        yield name, stacked[index][slots[0], 0, :rows, :columns]
+        part = stacked[index][slots[0], 0, :rows, :columns]
+        yield name, gathered(gathered(part, 0, rows), 1, columns)
 
 
 def adapter_checksums(worker: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -129,6 +129,12 @@ class VLLMServerEngine(Fleet):
         self.requests_at_a_time = requests_at_a_time
         self.hang_timeout = hang_timeout
         self.options = options or {}
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling
+    ) -> None:
+        self._tokenizer = tokenizer
 
     def generate(
         self,
@@ -294,8 +300,32 @@ class VLLMServerEngine(Fleet):
         names = [model["id"] for model in served]
         if self.served_model_name not in names:
             raise EngineError(f"the vLLM server at {server.url} serves {names}, not {self.served_model_name!r}")
+        if server.process is None and self._tokenizer is not None:
+            self._check_tokenizer(server, self._tokenizer)
         longest = served[names.index(self.served_model_name)].get("max_model_len") or 0
         self._longest = min(self._longest or longest, longest)
+
+    def _check_tokenizer(self, server: VLLMServer, tokenizer: PreTrainedTokenizerBase) -> None:
+        """A server of the user's must have the policy's: ids are all that travels, and would mean other text."""
+
+        def ids(text: str) -> list[int]:
+            body = {"model": self.served_model_name, "prompt": text, "add_special_tokens": False}
+            return server.call("POST", "/tokenize", self.sync_timeout, json=body)["tokens"]
+
+        try:
+            if ids("<7>") == [7]:  # one that lgrpo started spells ids, and knows no text
+                return
+        except EngineError:  # it has none
+            return
+        text = tokenizer.decode(range(min(200, len(tokenizer))), skip_special_tokens=True)
+        own, theirs = tokenizer(text, add_special_tokens=False).input_ids, ids(text)
+        if own != theirs:
+            place = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), 0)
+            raise EngineError(
+                f"the vLLM server at {server.url} has another tokenizer than the policy: of one text, token {place} is "
+                f"{own[place : place + 1]} here and {theirs[place : place + 1]} there, so ids would mean other text. "
+                "Start it with the policy's (--tokenizer)"
+            )
 
 
 def check_devices(devices: list[list[int]], num_servers: int, size: int, urls: list[str] | None) -> None:

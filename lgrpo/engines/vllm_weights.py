@@ -53,8 +53,27 @@ def read_tensor(model: nn.Module, name: str) -> Tensor:
     if leaf == "weight" and kernel is not None:
         width = int(tensor.shape[1] if tensor.numel() else module.input_size_per_partition)  # type: ignore[arg-type]
         tensor = kernel(torch.eye(width, dtype=tensor.dtype), tensor, None).t()  # exact: 1 · w + 0
+    if leaf == "weight" and getattr(module, "input_size", 0) != getattr(module, "input_size_per_partition", 0):
+        tensor = gathered(tensor, 1, int(module.input_size))  # type: ignore[arg-type]
     rows = getattr(module, "org_vocab_size", None)
-    return tensor if rows is None else tensor[:rows]
+    if rows is None:
+        return tensor
+    whole = gathered(tensor, 0, int(module.num_embeddings_padded))  # type: ignore[arg-type]
+    return whole[: int(rows)]
+
+
+def gathered(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A tensor that is spread over the workers of a server along a dimension, whole. All of them call it together."""
+    if tensor.shape[dim] == size:
+        return tensor
+    from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+
+    num_workers = get_tensor_model_parallel_world_size()
+    copies = tensor.shape[dim] * num_workers // size  # where heads are fewer than workers, several have the same
+    if copies * size != tensor.shape[dim] * num_workers:
+        return tensor
+    pieces = tensor_model_parallel_all_gather(tensor.contiguous(), dim).chunk(num_workers, dim)
+    return torch.cat(pieces[::copies], dim)
 
 
 def read_parts(model: nn.Module, layout: Layout) -> Iterator[tuple[str, Tensor]]:
@@ -65,11 +84,19 @@ def read_parts(model: nn.Module, layout: Layout) -> Iterator[tuple[str, Tensor]]
         except AttributeError as error:
             raise LookupError(f"vLLM's {type(model).__name__} has no {name}") from error
         rows = [count for _, count in parts]
-        if tensor.shape[0] != sum(rows):
+        own = rows if tensor.shape[0] == sum(rows) else own_rows(model, name)
+        if tensor.shape[0] != sum(own) or len(own) != len(rows):
             names = [part for part, _ in parts]
             raise LookupError(f"vLLM's {name} has {tensor.shape[0]} rows, but {names} were given {sum(rows)}")
-        for (part, _), piece in zip(parts, tensor.split(rows), strict=True):
-            yield part, piece
+        for (part, count), piece in zip(parts, tensor.split(own), strict=True):
+            yield part, gathered(piece, 0, count)
+
+
+def own_rows(model: nn.Module, name: str) -> list[int]:
+    """Of a tensor's parts, how many rows this worker has, where others have the rest."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    module = getattr(module, "base_layer", module)
+    return [int(size) for size in getattr(module, "output_partition_sizes", ())]
 
 
 def uncovered(model: nn.Module, layout: Layout) -> list[str]:
