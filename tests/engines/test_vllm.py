@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lgrpo import Prompt, Sampling, TransformersEngine
+from lgrpo import AdaptiveWeightSync, Prompt, ReplayEngine, RolloutRecorder, Sampling, TransformersEngine
 from lgrpo.callbacks import ExactResume
 from lgrpo.engines import EngineError, NoWeightsError, VLLMEngine, WeightSyncError
-from lgrpo.types import PolicyWeights
+from lgrpo.types import RECORDED, PolicyWeights
 from tests.helpers import fit, largest_difference, tiny_policy
 
 pytest.importorskip("vllm")
@@ -251,3 +251,22 @@ def check_that_it_goes_on(engine, folder):
 
 def test_a_run_that_goes_on(engine, tmp_path):
     check_that_it_goes_on(engine, tmp_path)
+
+
+def test_adaptive_v_recorded_and_replayed(engine, tmp_path):
+    """v by measurement asks vLLM for one rollout at a time; these are replayed to the bit, or beside fresh ones."""
+    settings = {"rollouts": 6, "learning_rate": 0.5, "seed": 3}
+    known = len(engine.ledger)
+    sync, recorder = AdaptiveWeightSync(budget=0.05, maximum=3), RolloutRecorder(path=str(tmp_path / "rollouts"))
+    first = fit(v=0, callbacks=[sync, recorder], data={"engine": engine}, **settings)
+    steps = [record.step for record in engine.ledger[known:]]
+    assert steps[0] == 0
+    assert len(steps) > 2
+    assert all(1 <= later - sooner <= 3 for sooner, later in pairwise(steps))
+    assert all(row["train/engine_mismatch_max"] < TOLERANCE for row in first.logged if row["train/lag"] == 0)
+    replayed = fit(v=1, data={"engine": ReplayEngine(str(tmp_path / "rollouts"), engine)}, **settings)
+    assert largest_difference(first.weights, replayed.weights) == 0
+    mixed = fit(v=1, data={"engine": ReplayEngine(str(tmp_path / "rollouts"), engine, share=0.5)}, **settings)
+    assert {row["rollout/recorded_fraction"] for row in mixed.logged} == {0.5}
+    fresh = [batch.behaviour_step[batch.behaviour_step != RECORDED] for batch in mixed.recorder.rollouts]
+    assert [set(steps.tolist()) for steps in fresh] == [{k} for k in range(6)]

@@ -1,0 +1,329 @@
+"""The papers' comparisons on the task of ``configs/tiny.yaml``, ten seeds each.
+
+    python -m tests.benchmarks.studies                    # all of them, two runs at a time; stop it and it goes on
+    python -m tests.benchmarks.studies ablation --seeds 3 # some of it
+    python -m tests.benchmarks.studies --report           # the page and the pictures, of what is there
+
+Each run appends a row to ``tests/benchmarks/results/studies.jsonl``. The page is ``tutorials/pages/results.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+ROWS = RESULTS / "studies.jsonl"
+SEEDS = 10
+
+Arms = dict[str, list[str]]
+"""Settings by the name of an arm, as ``lgrpo fit`` takes them behind ``--config configs/tiny.yaml``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Arms that are compared with one of them, seed by seed."""
+
+    title: str
+    claim: str
+    """What the paper says."""
+    baseline: str
+    arms: Arms = field(default_factory=dict)
+
+
+def overlay(name: str) -> str:
+    return f"--config=configs/{name}.yaml"
+
+
+def period(v: int | None) -> str:
+    return f"--weight_sync.period={'null' if v is None else v}"
+
+
+NO_MASK = "--zero_variance_mask=null"
+TEN_STEPS = ["--data.reuse=10", "--data.num_rollouts=4"]
+
+
+def sizes(group: int) -> list[str]:
+    """128 completions in a rollout, whatever the size of the groups."""
+    return [f"--data.group_size={group}", f"--data.num_prompts={128 // group}"]
+
+
+DEVIATIONS = {
+    "population": [],
+    "unbiased": ["--data.advantage.init_args.unbiased=true"],
+    "Bernoulli": [
+        "--data.advantage=lgrpo.advantages.ComposedAdvantage",
+        "--data.advantage.init_args.baseline=lgrpo.advantages.GroupMean",
+        "--data.advantage.init_args.scale=lgrpo.advantages.BernoulliStd",
+    ],
+}
+RATIOS = {
+    "naive (π/π_k)": ["--model.loss.init_args.ratio=proximal"],
+    "π/α, centre one": [],
+    "π/α, centre π_k/α (eq. 6)": ["--model.loss.init_args.centre=proximal"],
+    "decoupled": ["--model.loss.init_args.centre=proximal_multiplicative"],
+    "no ratio": ["--model.loss.init_args.ratio=none"],
+}
+PAPER_B = {
+    "reinforce": "REINFORCE",
+    "grpo": "GRPO",
+    "rec_oneside_is": "REC one-side, IS",
+    "rec_oneside_nois": "REC one-side",
+    "rec_oneside_wide": "REC one-side, wide clip",
+    "rec_twoside_is": "REC two-side, IS",
+    "rec_twoside_nois": "REC two-side",
+    "rec_ring_is": "REC ring, IS",
+    "rec_ring_nois": "REC ring",
+    "red_drop": "RED-Drop",
+    "red_weight": "RED-Weight",
+    "opmd": "OPMD",
+    "asymre": "AsymRE",
+}
+
+STUDIES = {
+    "ablation": Study(
+        title="Paper A: the ablation",
+        claim="the mask stabilises; v = 10 matches v = 1; several steps on a rollout are slower (Mroueh et al.)",
+        baseline="(1, 1)",
+        arms={
+            "(1, 1)": [period(1), NO_MASK],
+            "(1, 1) + mask": [period(1)],
+            "(10, 1)": [period(10), NO_MASK],
+            "(10, 1) + mask": [period(10)],
+            "(1, 10)": [period(1), NO_MASK, *TEN_STEPS],
+        },
+    ),
+    "dull_groups": Study(
+        title="Groups whose rewards are all equal",
+        claim="DAPO samples them again; Mroueh et al. mask them",
+        baseline="neither",
+        arms={
+            "neither": [period(1), NO_MASK],
+            "mask": [period(1)],
+            "sampled again": [period(1), NO_MASK, "--data.dynamic_sampling.max_rounds=4"],
+        },
+    ),
+    "deviation": Study(
+        title="Small groups, and which standard deviation divides",
+        claim="left open by Mroueh et al.: the estimate is biased in small groups",
+        baseline="G = 8, population",
+        arms={f"G = {g}, {name}": [*sizes(g), *own] for g in (4, 8, 16) for name, own in DEVIATIONS.items()},
+    ),
+    "refresh": Study(
+        title="When the reference follows",
+        claim="each refresh amplifies the success rate (Mroueh et al.); β is 0.1 here, so that it matters",
+        baseline="once a stage",
+        arms={
+            "once a stage": ["--model.loss.init_args.kl_coef=0.1"],
+            "every 10 rollouts": ["--model.loss.init_args.kl_coef=0.1", "--reference_refresh.period=10"],
+            "never": ["--model.loss.init_args.kl_coef=0.1", "--reference_refresh=null"],
+            "no reference (β = 0)": ["--model.loss.init_args.kl_coef=0", "--reference_refresh=null"],
+        },
+    ),
+    "staleness": Study(
+        title="Staleness, and what the ratio is taken over",
+        claim="a ratio that ignores who sampled fails as the lag grows; decoupling mends it (AReaL's table, its shape)",
+        baseline="v = 1, π/α, centre one",
+        arms={f"v = {v or '∞'}, {name}": [period(v), *own] for v in (1, 5, 20, None) for name, own in RATIOS.items()},
+    ),
+    "paper_b": Study(
+        title="Paper B: REINFORCE and its relatives, off-policy",
+        claim="importance sampling does not matter, clips do; wide clips learn faster; RED beats GRPO (Yao et al.)",
+        baseline="v = 20, GRPO",
+        arms={
+            f"v = {v or '∞'}, {name}": [overlay(f"algorithms/{method}"), period(v)]
+            for v in (20, None)
+            for method, name in PAPER_B.items()
+        },
+    ),
+}
+
+
+def run(study: str, arm: str, seed: int) -> dict[str, Any]:
+    """One run, in this process."""
+    import torch
+
+    from lgrpo.cli import LGRPOCLI, quiet_lightning
+    from lgrpo.report import read_series
+
+    torch.set_num_threads(1)
+    quiet_lightning()
+    os.chdir(ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        cli = LGRPOCLI(
+            [
+                "fit",
+                overlay("tiny"),
+                *STUDIES[study].arms[arm],
+                f"--seed_everything={seed}",
+                f"--run={folder}/run",
+                "--trainer.enable_progress_bar=false",
+                "--trainer.enable_checkpointing=false",
+            ]
+        )
+        seconds = time.perf_counter() - start
+        series = read_series(Path(folder) / "run")
+        syncs = len((Path(folder) / "run" / "syncs.jsonl").read_text().splitlines())
+    rewards = [value for _, value in series["rollout/reward"]]
+    last = rewards[-(len(rewards) // 4) :]
+    completions = (
+        cli.trainer.global_step // cli.datamodule.reuse * cli.datamodule.num_prompts * cli.datamodule.group_size
+    )
+    return {
+        "study": study,
+        "arm": arm,
+        "seed": seed,
+        "pass@1": [round(value, 4) for _, value in series["val/pass@1"]],
+        "reward_last_quarter": round(statistics.fmean(last), 4),
+        "reward_spread": round(statistics.pstdev(last), 4),
+        "kl_behaviour_max": round(max(value for _, value in series["train/kl_behaviour"]), 4),
+        "steps": cli.trainer.global_step,
+        "completions": completions,
+        "syncs": syncs,
+        "seconds": round(seconds, 1),
+    }
+
+
+def work(job: tuple[str, str, int]) -> dict[str, Any]:
+    try:
+        return run(*job)
+    except Exception as error:
+        own = dict(zip(("study", "arm", "seed"), job, strict=True))
+        return own | {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def read() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+
+
+def planned(names: list[str], seeds: int) -> Iterator[tuple[str, str, int]]:
+    """Seed after seed, so that what is there after a while is a whole with fewer seeds."""
+    done = {(row["study"], row["arm"], row["seed"]) for row in read() if "error" not in row}
+    for seed in range(seeds):
+        for name in names:
+            for arm in STUDIES[name].arms:
+                if (name, arm, seed) not in done:
+                    yield name, arm, seed
+
+
+def launch(names: list[str], seeds: int, workers: int) -> None:
+    jobs = list(planned(names, seeds))
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=20) as pool:
+        for count, row in enumerate(pool.imap_unordered(work, jobs), start=1):
+            with ROWS.open("a") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            final = row.get("error") or row["pass@1"][-1]
+            print(f"{count}/{len(jobs)} {row['study']}, {row['arm']}, seed {row['seed']}: {final}", flush=True)
+
+
+def by_arm(study: str) -> dict[str, dict[int, dict[str, Any]]]:
+    """Rows by arm and seed."""
+    found: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for row in read():
+        if row["study"] == study and "error" not in row:
+            found[row["arm"]][row["seed"]] = row
+    return {arm: found[arm] for arm in STUDIES[study].arms if arm in found}
+
+
+def table(study: str) -> str:
+    """Final pass@1, its difference to the baseline seed by seed, and how steady the end was."""
+    from lgrpo.report.intervals import mean_interval, paired_difference
+
+    rows = by_arm(study)
+    finals = {arm: {seed: row["pass@1"][-1] for seed, row in seeds.items()} for arm, seeds in rows.items()}
+    baseline = finals.get(STUDIES[study].baseline, {})
+    lines = [
+        "| arm | seeds | final pass@1 ± 95% | less baseline ± 95% | collapsed | spread | completions | syncs |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for arm, seeds in rows.items():
+        mean = mean_interval(list(finals[arm].values()))
+        shared = finals[arm].keys() & baseline.keys()
+        less = (
+            ""
+            if arm == STUDIES[study].baseline or len(shared) < 2
+            else _short(paired_difference(finals[arm], baseline))
+        )
+        collapsed = sum(row["pass@1"][-1] < row["pass@1"][0] / 2 for row in seeds.values())
+        spread = statistics.fmean(row["reward_spread"] for row in seeds.values())
+        one = next(iter(seeds.values()))
+        cells = [
+            arm,
+            len(seeds),
+            _short(mean),
+            less,
+            collapsed,
+            f"{spread:.3f}",
+            f"{one['completions']:,}",
+            one["syncs"],
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _short(interval: Any) -> str:
+    return f"{interval.mean:.3f} ± {interval.half_width:.3f}" if interval.count > 1 else f"{interval.mean:.3f}"
+
+
+def draw(study: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from lgrpo.report.intervals import mean_interval
+
+    rows = by_arm(study)
+    names = list(rows)[::-1]
+    figure = Figure(figsize=(8, 0.28 * len(names) + 1.2), layout="constrained")
+    axes = figure.add_subplot()
+    start = statistics.fmean(row["pass@1"][0] for seeds in rows.values() for row in seeds.values())
+    axes.axvline(start, color="black", linewidth=0.8, linestyle=":", label="start (mean)")
+    for place, name in enumerate(names):
+        values = [row["pass@1"][-1] for row in rows[name].values()]
+        interval = mean_interval(values)
+        axes.plot(values, [place] * len(values), "o", color="#9db7d5", markersize=3, label=None if place else "seeds")
+        half = 0.0 if interval.count < 2 else interval.half_width
+        label = None if place else "mean, 95%"
+        axes.errorbar(interval.mean, place, xerr=half, fmt="o", color="#2a6fbb", markersize=5, capsize=3, label=label)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(-0.7, len(names) - 0.3)
+    axes.set_xlabel("final pass@1")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", help=f"which: {', '.join(STUDIES)}; by default all")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a thread each")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    if unknown := set(options.studies) - set(STUDIES):
+        parser.error(f"there is no study {', '.join(sorted(unknown))}: there are {', '.join(STUDIES)}")
+    names = options.studies or list(STUDIES)
+    if not options.report:
+        launch(names, options.seeds, options.workers)
+    for name in names:
+        if by_arm(name):
+            draw(name, RESULTS / f"study_{name}.png")
+            (RESULTS / f"study_{name}.md").write_text(table(name) + "\n")
+            print(f"\n{STUDIES[name].title}\n\n{table(name)}")
+    if failed := [row for row in read() if "error" in row]:
+        print(f"\n{len(failed)} runs failed:", *failed, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
