@@ -265,8 +265,8 @@ class GRPOModule(L.LightningModule):
         """Weights a checkpoint does not have, as they are found where they came from."""
         if self.policy.lora is None:
             return {}
-        own = self.state_dict()
-        return {n: w for n, w in own.items() if self.policy.checkpoint_leaves_out(n.removeprefix("policy."))}
+        own = self.policy.state_dict(prefix="policy.")
+        return {n: w for n, w in own.items() if self.policy.checkpoint_leaves_out(n)}
 
     def _resume_settings(self) -> Settings:
         """What a run that goes on from a checkpoint must have in common with the one that wrote it."""

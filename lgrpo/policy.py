@@ -283,7 +283,6 @@ class CausalPolicy(nn.Module):
 
         Of a policy that is spread over processes, each tensor is gathered when its turn comes, on all of them.
         """
-
         if self.lora is not None:
             return self.adapted_weights(adapters.POLICY)
         return PolicyWeights(config=self.model.config, tensors=lambda: self._gathered(lambda name: True))
