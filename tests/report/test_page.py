@@ -130,6 +130,7 @@ class TestNumbers:
 
     def test_the_legend_follows_the_cursor(self, browser, run, page):
         browser.open(page)
+        show_all(browser)
         browser.eval(
             "(({plot}) => plot.setCursor({left: plot.valToPos(37, 'x'), top: 50}))"
             "(pageCharts.get('Learning / Reward of rollouts'))"
