@@ -307,11 +307,11 @@ def draw(study: str, path: Path) -> None:
 
 VERDICTS = {
     "ablation": (
-        "v = 10 matches v = 1, with a tenth of the syncs: holds, to 0.02. The mask changes neither pass@1 nor the spread "
-        "by anything ten seeds would show, so that it stabilises does not show on this task (β is 0.01, and no seed is "
-        "unstable without it). Ten steps on each rollout end 0.21 lower after as many optimizer steps: slower, as the "
-        "paper has it. But they have then seen a tenth of the completions; (1, 1) was at 0.50 after twice as many, so for "
-        "each completion reuse is ahead here."
+        "v = 10 matches v = 1, with a tenth of the syncs: holds, to 0.02. The mask changes neither pass@1 nor "
+        "the spread by anything ten seeds would show, so that it stabilises does not show on this task (β is "
+        "0.01, and no seed is unstable without it). Ten steps on each rollout end 0.21 lower after as many "
+        "optimizer steps: slower, as the paper has it. But they have then seen a tenth of the completions; "
+        "(1, 1) was at 0.50 after twice as many, so for each completion reuse is ahead here."
     ),
 }
 """What was seen, in words, once a study has all its seeds."""
