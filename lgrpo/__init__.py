@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lgrpo.adapters import LoRA as LoRA
     from lgrpo.callbacks import AdaptiveWeightSync as AdaptiveWeightSync
     from lgrpo.callbacks import ImprovementMonitor as ImprovementMonitor
     from lgrpo.callbacks import ReferenceRefresh as ReferenceRefresh
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from lgrpo.losses import ClippedLoss as ClippedLoss
     from lgrpo.module import GRPOModule as GRPOModule
     from lgrpo.policy import CausalPolicy as CausalPolicy
+    from lgrpo.policy import LoRA as LoRA
     from lgrpo.types import Completion as Completion
     from lgrpo.types import Prompt as Prompt
     from lgrpo.types import RolloutBatch as RolloutBatch
@@ -41,7 +41,7 @@ _ROOMS = {
     "Evaluation": "data",
     "GRPOModule": "module",
     "ImprovementMonitor": "callbacks",
-    "LoRA": "adapters",
+    "LoRA": "policy",
     "Prompt": "types",
     "ReferenceRefresh": "callbacks",
     "RolloutBatch": "types",

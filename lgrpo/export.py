@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from lgrpo import __version__
-from lgrpo.adapters import is_reference
 from lgrpo.checkpoints import SIZES, damage, is_whole, newest_checkpoint
 from lgrpo.functional import as_numbers, combined_checksum, tensor_checksum
 from lgrpo.plan import plan, policy_of
-from lgrpo.policy import CausalPolicy
+from lgrpo.policy import CausalPolicy, is_reference
 from lgrpo.report import read_series
 
 PREFIX = "policy."

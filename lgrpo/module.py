@@ -20,13 +20,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.adapters import is_reference
 from lgrpo.functional import kl_divergence, quick_products
 from lgrpo.hooks import rollout_callbacks, rollout_owner
 from lgrpo.loggers import guard
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
-from lgrpo.policy import AdapterReference, CausalPolicy
+from lgrpo.policy import AdapterReference, CausalPolicy, is_reference
 from lgrpo.settings import (
     ResumeError,
     Settings,

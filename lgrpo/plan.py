@@ -9,8 +9,7 @@ import torch
 from jsonargparse import Namespace
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from lgrpo.adapters import LoRA, add_adapter
-from lgrpo.policy import CausalPolicy
+from lgrpo.policy import CausalPolicy, LoRA, add_adapter
 
 
 def policy_of(config: Namespace) -> CausalPolicy:

@@ -12,78 +12,31 @@ from functools import cached_property
 from typing import Any, Literal, final
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lgrpo import adapters
-from lgrpo.adapters import LoRA
 from lgrpo.functional import (
     as_numbers,
     chunked_token_logprobs,
     combined_checksum,
-    packed_attention,
     quick_products,
     tensor_checksum,
 )
+from lgrpo.policy import adapters
+from lgrpo.policy.adapters import LoRA
+from lgrpo.policy.attention import PACKED
+from lgrpo.policy.characters import character_tokenizer
 from lgrpo.types import Adapter, PolicyWeights
-
-PACKED = "lgrpo_packed"
-"""The name under which transformers knows attention without padding."""
-
-
-def _packed(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """``packed_attention`` as transformers calls it: [1, heads, N, D] in, [1, N, heads, D] out.
-
-    Called without the bounds of sequences, as in ``generate``, it is transformers' own.
-    """
-    if "cu_seq_lens_q" not in options:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
-        raise ValueError(f"attention with {unknown} cannot be packed")
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
-    bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
-    return packed_attention(query, key, value, bounds, longest, scale, options.get("sliding_window"))[None], None
-
-
-def _mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """None where nothing is padded: rows know their bounds, or are causal throughout."""
-    return None if attention_mask is None else sdpa_mask(*arguments, attention_mask=attention_mask, **options)
-
-
-AttentionInterface.register(PACKED, _packed)
-AttentionMaskInterface.register(PACKED, _mask)
-
-
-def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token per character, plus padding and end of sequence.
-
-    >>> tokenizer = character_tokenizer("0123456789")
-    >>> tokenizer("407").input_ids, tokenizer.decode([6, 2, 9])
-    ([6, 2, 9], '407')
-    """
-    tokens = ["<pad>", "<eos>", *dict.fromkeys(characters)]
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<pad>", eos_token="<eos>")
 
 
 @final

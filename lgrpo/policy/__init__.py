@@ -1,0 +1,7 @@
+"""A causal language model as a policy: log-probabilities of tokens, weights by their Hugging Face names, adapters."""
+
+from lgrpo.policy.adapters import LoRA, add_adapter, is_reference
+from lgrpo.policy.causal import AdapterReference, CausalPolicy
+from lgrpo.policy.characters import character_tokenizer
+
+__all__ = ["AdapterReference", "CausalPolicy", "LoRA", "add_adapter", "character_tokenizer", "is_reference"]

@@ -1,0 +1,41 @@
+"""Attention over rows that lie behind one another without padding, as transformers calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lgrpo.functional import packed_attention
+
+PACKED = "lgrpo_packed"
+"""The name under which transformers knows attention without padding."""
+
+
+def _packed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """``packed_attention`` as transformers calls it: [1, heads, N, D] in, [1, N, heads, D] out.
+
+    Called without the bounds of sequences, as in ``generate``, it is transformers' own.
+    """
+    if "cu_seq_lens_q" not in options:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
+        raise ValueError(f"attention with {unknown} cannot be packed")
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
+    bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
+    return packed_attention(query, key, value, bounds, longest, scale, options.get("sliding_window"))[None], None
+
+
+def _mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """None where nothing is padded: rows know their bounds, or are causal throughout."""
+    return None if attention_mask is None else sdpa_mask(*arguments, attention_mask=attention_mask, **options)
+
+
+AttentionInterface.register(PACKED, _packed)
+AttentionMaskInterface.register(PACKED, _mask)
