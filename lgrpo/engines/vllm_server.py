@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines.base import EngineError, OnGroup, Sampling, completion_from, eos_ids
 from lgrpo.engines.dispatch import Dispatch
-from lgrpo.engines.fleet import Fleet
 from lgrpo.engines.server import VLLMServer
+from lgrpo.engines.shared_fleet import SharedFleet
 from lgrpo.engines.vllm_process import WHOLE_PROMPTS, check_lengths, import_vllm
 from lgrpo.engines.vllm_transfer import FileTransfer
 from lgrpo.functional import stream_seed
@@ -20,7 +20,7 @@ from lgrpo.types import Completion, PolicyWeights, Prompt
 
 
 @final
-class VLLMServerEngine(Fleet):
+class VLLMServerEngine(SharedFleet):
     """vLLM servers, started and stopped here or already running. The next rollout is sampled while this one trains.
 
     Weights travel as safetensors files in shared memory, which the servers read: trainer and servers share a machine,
