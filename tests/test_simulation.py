@@ -17,6 +17,7 @@ from lgrpo.engines import TransformersEngine
 from lgrpo.simulation import (
     Costs,
     Layout,
+    Loop,
     Machine,
     Measured,
     Schedule,
@@ -25,7 +26,6 @@ from lgrpo.simulation import (
     figures,
     parse_layout,
     read_measured,
-    run_loop,
 )
 from tests.benchmarks.overlap import simulated
 from tests.helpers import build
@@ -97,14 +97,14 @@ class TestAgainstTheLoop:
 
 
 def loop_of(schedule, rollouts, sync=0.5, around=0.25, generate=2.0, update=1.0):
-    return run_loop(
+    return Loop(
         schedule,
         rollouts,
         sync=sync,
         around=around,
         generate=lambda asked: (generate * len(asked), generate * len(asked)),
         update=lambda rollout: (update, update),
-    )
+    ).run()
 
 
 schedules = st.builds(

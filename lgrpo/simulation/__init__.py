@@ -3,13 +3,14 @@
 from lgrpo.simulation.command import simulate
 from lgrpo.simulation.costs import Costs, Layout, Machine, Workload, decode_seconds, parse_layout
 from lgrpo.simulation.figures import Figures, figures, table
-from lgrpo.simulation.loop import Run, Schedule, Span, run_loop
+from lgrpo.simulation.loop import Loop, Run, Schedule, Span
 from lgrpo.simulation.measured import Measured, SimulationError, read_measured
 
 __all__ = [
     "Costs",
     "Figures",
     "Layout",
+    "Loop",
     "Machine",
     "Measured",
     "Run",
@@ -21,7 +22,6 @@ __all__ = [
     "figures",
     "parse_layout",
     "read_measured",
-    "run_loop",
     "simulate",
     "table",
 ]

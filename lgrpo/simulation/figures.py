@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lgrpo.simulation.costs import Costs, Layout
-from lgrpo.simulation.loop import Run, Schedule, Span, run_loop
+from lgrpo.simulation.loop import Loop, Run, Schedule, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ def figures(costs: Costs, schedule: Schedule, num_rollouts: int = 24) -> Figures
     period = schedule.period
     first = -(-(schedule.lead + 1) // period) * period  # a first cycle is left out
     last = first + -(-num_rollouts // period) * period
-    run = run_loop(
+    run = Loop(
         schedule,
         last + schedule.lead + period,  # the end of a run has nothing more to sample
         sync=costs.sync,
         around=costs.around,
         generate=costs.generate,
         update=costs.update,
-    )
+    ).run()
     ends = [span.end for span in run.of("update")]
     start, end = ends[first - 1], ends[last - 1]
     shares = {stage: _share(run, stage, start, end) for stage in ("generate", "update")}

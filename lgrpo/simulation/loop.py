@@ -53,36 +53,23 @@ class Run:
         return [span for span in self.spans if span.stage == stage]
 
 
-def run_loop(
-    schedule: Schedule,
-    num_rollouts: int,
-    *,
-    sync: float,
-    around: float,
-    generate: Callable[[range], tuple[float, float]],
-    update: Callable[[int], tuple[float, float]],
-) -> Run:
+@dataclass
+class Loop:
     """Trains on so many rollouts.
 
     The trainer goes from rollout to rollout. Before a cycle begins it waits for whatever is being sampled, and syncs.
     It has a rollout sampled: now, or by servers, one after another, while it goes on. ``generate`` and ``update`` give
     the seconds until the slowest GPU is done, and those of the average one.
     """
-    return _Loop(schedule, num_rollouts, sync, around, generate, update).run()
 
+    schedule: Schedule
+    num_rollouts: int
+    sync: float
+    around: float
+    generate: Callable[[range], tuple[float, float]]
+    update: Callable[[int], tuple[float, float]]
 
-class _Loop:
-    def __init__(
-        self,
-        schedule: Schedule,
-        num_rollouts: int,
-        sync: float,
-        around: float,
-        generate: Callable[[range], tuple[float, float]],
-        update: Callable[[int], tuple[float, float]],
-    ) -> None:
-        self.schedule, self.num_rollouts = schedule, num_rollouts
-        self.sync, self.around, self.generate, self.update = sync, around, generate, update
+    def __post_init__(self) -> None:
         self.now = 0.0
         self.asked: dict[int, int] = {}  # by rollout, the rollouts its weights were trained on
         self.ready_at: dict[int, float] = {}  # by rollout, when it is there

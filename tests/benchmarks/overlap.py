@@ -16,7 +16,7 @@ from typing import Any
 import lightning as L
 
 from lgrpo.engines import TransformersEngine
-from lgrpo.simulation import Schedule, run_loop
+from lgrpo.simulation import Loop, Schedule
 from tests.helpers import fit
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
@@ -96,14 +96,14 @@ def measure(period: int, lead: int, generate_ahead: bool, can_overlap: bool) -> 
 def simulated(period: int, lead: int, generate_ahead: bool, can_overlap: bool, seconds: dict[str, float]) -> float:
     first, last, count = window(period, lead)
     schedule = Schedule(period=period, lead=lead, generate_ahead=generate_ahead, can_overlap=can_overlap)
-    run = run_loop(
+    run = Loop(
         schedule,
         count,
         sync=seconds["sync"],
         around=0.0,
         generate=lambda rollouts: (seconds["generate"] * len(rollouts),) * 2,
         update=lambda rollout: (seconds["update"],) * 2,
-    )
+    ).run()
     ends = [span.end for span in run.of("update")]
     return (ends[last - 1] - ends[first - 1]) / (last - first)
 
