@@ -15,28 +15,16 @@ from lgrpo.engines import EngineError, VLLMEngine, VLLMServerEngine, WeightSyncE
 from lgrpo.engines.vllm_adapter import room_for
 from tests.engines.test_vllm import TEXTS, TOLERANCE, mismatch, prompts
 from tests.helpers import fit, tiny_policy
+from tests.test_adapters import adapted, move
 
 pytest.importorskip("vllm")
 
 
-def adapted(scale=0.1, **lora):
-    torch.manual_seed(0)
-    policy = tiny_policy(lora=LoRA(**{"rank": 4, "alpha": 8.0} | lora))
-    policy.build()
-    move(policy, scale)
-    return policy
-
-
-def move(policy, scale=0.1):
-    with torch.no_grad():
-        for p in policy.parameters():
-            if p.requires_grad:
-                p.add_(scale * torch.randn_like(p))
-
-
 @pytest.fixture(scope="module")
 def policy():
-    return adapted()
+    policy = adapted()
+    move(policy)
+    return policy
 
 
 @pytest.fixture(scope="module", params=[VLLMEngine, VLLMServerEngine])
