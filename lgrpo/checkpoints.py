@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import warnings
 import zipfile
 from pathlib import Path
@@ -196,22 +197,25 @@ def consolidate(folder: Path, path: Path) -> None:
     if not (folder / META).is_file():
         raise ValueError(f"{folder} is not a sharded checkpoint: that is a folder with {META} and a part for each rank")
     if not is_whole(folder):
-        raise ValueError(f"{folder} is damaged: files are missing, or shorter than they were")
+        raise ValueError(f"{folder} is damaged: {damage(folder)}")
     if path.exists():
         raise ValueError(f"{path} exists already, and nothing is overwritten")
-    part = path.with_name(path.name + PART)
-    try:
-        dcp_to_torch_save(folder, part)
-        weights = torch.load(part, weights_only=True)
-    finally:
-        part.unlink(missing_ok=True)
-    checkpoint = torch.load(folder / META, weights_only=True)
-    checkpoint["state_dict"] = weights.pop("state_dict")
-    checkpoint["optimizer_states"] = [by_number(weights[name]) for name in sorted(weights)]
+    checkpoint, spread = read_sharded(folder)
+    checkpoint["state_dict"] = spread.pop("state_dict")
+    checkpoint["optimizer_states"] = [by_number(spread[name]) for name in sorted(spread)]
     writer = WholeCheckpointIO()
     writer.save_checkpoint(checkpoint, path)
     if writer.failed is not None:
         raise OSError(f"{path} could not be written")
+
+
+def read_sharded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a sharded checkpoint is not spread over files, and what is, put together. Nothing in it is executed."""
+    with tempfile.TemporaryDirectory() as place:
+        whole = Path(place) / "whole.pt"
+        dcp_to_torch_save(folder, whole)
+        spread = torch.load(whole, map_location="cpu", weights_only=True)
+    return torch.load(folder / META, map_location="cpu", weights_only=True), spread
 
 
 def by_number(optimizer: dict[str, Any]) -> dict[str, Any]:

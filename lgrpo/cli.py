@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -33,12 +32,13 @@ from lgrpo.callbacks import (
     ValidateEvery,
     ZeroVarianceMask,
 )
-from lgrpo.checkpoints import consolidate, newest_checkpoint, sweep_parts
-from lgrpo.data import RolloutDataModule, rescore
-from lgrpo.export import export
+from lgrpo.checkpoints import newest_checkpoint, sweep_parts
+from lgrpo.data import RolloutDataModule
+from lgrpo.export import consolidate_command, export
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
 from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, report, write_summary
+from lgrpo.score import score
 from lgrpo.simulation import simulate
 from lgrpo.sweep import sweep
 
@@ -58,7 +58,8 @@ EPILOG = (
     "lgrpo export CHECKPOINT OUT writes a Hugging Face folder. "
     "lgrpo report RUN … writes a page of a run, or of several. "
     "lgrpo score FILE --config … scores recorded rollouts. lgrpo sweep GRID.yaml runs settings × seeds. "
-    "lgrpo consolidate FOLDER FILE makes one file of a sharded checkpoint."
+    "lgrpo consolidate FOLDER FILE makes one file of a sharded checkpoint. "
+    "lgrpo simulate MEASURED.json says how long steps would take on GPUs one does not have."
 )
 
 
@@ -333,50 +334,6 @@ def with_config_of_run(args: list[str]) -> list[str]:
     return [args[0], f"--config={config}", *own, *args[1:]]
 
 
-def score(args: list[str]) -> None:
-    """``lgrpo score FILE --config … [--out FILE]``."""
-    parser = argparse.ArgumentParser(
-        prog="lgrpo score",
-        description="Scores recorded completions with the reward of a config's task, in workers with its limits.",
-        epilog="Everything else (--config, --data.task…, --data.scoring…) is as for lgrpo fit.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", help="folder of RolloutRecorder, or a .parquet, .jsonl or .json file")
-    parser.add_argument("--out", type=Path, help="Parquet file to write; by default FILE-scored.parquet beside it")
-    own, others = parser.parse_known_args(args)
-    out: Path = own.out or Path(own.file).with_name(f"{Path(own.file).name.partition('.')[0]}-scored.parquet")
-    if out.suffix != ".parquet":
-        raise SystemExit(f"lgrpo: --out {out} is to be a .parquet file")
-    if out.exists():
-        raise SystemExit(f"lgrpo: {out} exists already, and nothing is overwritten: choose another --out")
-    if not any(argument.startswith(("--config", "-c", "--data.task")) for argument in others):
-        raise SystemExit("lgrpo: the task of a config scores: say which by --config FILE")
-    cli = LGRPOCLI(others, run=False)
-    data = cli.datamodule
-    try:
-        done = rescore(own.file, out, data.task, data.scoring, cli.model.tokenizer)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise SystemExit(f"lgrpo: {error}") from error
-    before = "none" if done.before is None else f"{done.before:.4f}"
-    after = "none" if done.after is None else f"{done.after:.4f}"
-    print(f"{done.num_completions} completions scored, mean reward {after} (before: {before}), in {out}")
-    if done.num_failed or done.num_waiting:
-        print(f"{done.num_failed} could not be scored, {done.num_waiting} have no score yet")
-
-
-def consolidate_command(args: list[str]) -> None:
-    """``lgrpo consolidate FOLDER FILE``: a sharded checkpoint as one file."""
-    parser = argparse.ArgumentParser("lgrpo consolidate", description="Makes one file of a sharded checkpoint.")
-    parser.add_argument("folder", type=Path, help="checkpoint of a run whose policy is spread over ranks (FSDP2)")
-    parser.add_argument("file", type=Path, help="checkpoint to write, for lgrpo validate and test, or to look into")
-    own = parser.parse_args(args)
-    try:
-        consolidate(own.folder, own.file)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"lgrpo: {error}") from error
-    print(f"{own.file} holds all of {own.folder}")
-
-
 def main(args: list[str] | None = None) -> None:
     """Entry point of the ``lgrpo`` command."""
     args = with_config_of_run(sys.argv[1:] if args is None else args)
@@ -391,7 +348,7 @@ def main(args: list[str] | None = None) -> None:
         elif args and args[0] == "export":
             export(args[1:], lambda settings: ParseOnly(settings).config)
         elif args and args[0] == "score":
-            score(args[1:])
+            score(args[1:], lambda settings: LGRPOCLI(settings, run=False))
         elif args and args[0] == "simulate":
             simulate(args[1:])
         elif args and args[0] == "consolidate":

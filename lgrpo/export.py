@@ -1,4 +1,7 @@
-"""``lgrpo export``: a checkpoint as a Hugging Face folder, which ``from_pretrained`` and ``vllm serve`` load."""
+"""``lgrpo export``: a checkpoint as a Hugging Face folder, which ``from_pretrained`` and ``vllm serve`` load.
+
+And ``lgrpo consolidate``: a sharded one as a file.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,11 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from lgrpo import __version__
-from lgrpo.checkpoints import SIZES, damage, is_whole, newest_checkpoint
+from lgrpo.checkpoints import META, SIZES, consolidate, damage, is_whole, newest_checkpoint, read_sharded
 from lgrpo.functional import as_numbers, combined_checksum, tensor_checksum
 from lgrpo.plan import plan, policy_of
 from lgrpo.policy import CausalPolicy, is_reference
@@ -71,7 +73,7 @@ def export(args: list[str], parse: Callable[[list[str]], Namespace]) -> None:
 
 def find(path: Path) -> Path:
     """The checkpoint that is meant, whole."""
-    is_sharded = (path / SIZES).exists() or (path / ".metadata").exists()
+    is_sharded = (path / SIZES).exists() or (path / META).exists()
     if path.is_dir() and not is_sharded:
         return newest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if not path.exists():
@@ -109,11 +111,8 @@ def read(path: Path) -> tuple[dict[str, Tensor], int]:
     if not path.is_dir():
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         return checkpoint["state_dict"], checkpoint["global_step"]
-    step = torch.load(path / "meta.pt", map_location="cpu", weights_only=True)["global_step"]
-    with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole.pt"
-        dcp_to_torch_save(path, whole)
-        return torch.load(whole, map_location="cpu", weights_only=True)["state_dict"], step
+    checkpoint, spread = read_sharded(path)
+    return spread["state_dict"], checkpoint["global_step"]
 
 
 def write(policy: CausalPolicy, folder: Path, dtype: str | None) -> str:
@@ -234,3 +233,16 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     return None if value is None else str(value)
+
+
+def consolidate_command(args: list[str]) -> None:
+    """``lgrpo consolidate FOLDER FILE``: a sharded checkpoint as one file."""
+    parser = argparse.ArgumentParser("lgrpo consolidate", description="Makes one file of a sharded checkpoint.")
+    parser.add_argument("folder", type=Path, help="checkpoint of a run whose policy is spread over ranks (FSDP2)")
+    parser.add_argument("file", type=Path, help="checkpoint to write, for lgrpo validate and test, or to look into")
+    own = parser.parse_args(args)
+    try:
+        consolidate(own.folder, own.file)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"lgrpo: {error}") from error
+    print(f"{own.file} holds all of {own.folder}")
