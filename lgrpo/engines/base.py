@@ -284,6 +284,8 @@ def completion_from(
     """A completion as an engine outside gave it, cut behind the first stop string, refused where it was broken off."""
     if finish_reason not in ("stop", "length"):
         raise EngineFailure(f"a completion was broken off ({finish_reason}) after {len(token_ids)} tokens")
+    if len(logprobs) != len(token_ids):
+        raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     if sampling.stop and any(s in text for s in sampling.stop):
         kept = next(

@@ -192,6 +192,7 @@ class VLLMEngine(RolloutEngine):
                 max_tokens=sampling.max_tokens,
                 seed=stream_seed(seed, p.position) if self._is_seeded else None,
                 logprobs=0,
+                flat_logprobs=True,  # else an object for each token
                 detokenize=False,
                 stop_token_ids=eos,
             )
@@ -203,7 +204,7 @@ class VLLMEngine(RolloutEngine):
             groups[place] = [
                 completion_from(
                     list(answer.token_ids),
-                    [entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)],
+                    answer.logprobs.logprobs,
                     answer.finish_reason,
                     sampling,
                     tokenizer,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,19 +12,66 @@ from torch.utils.checkpoint import checkpoint
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy_gradient: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log-softmax(logits / T) at the targets, and the entropy of that distribution. Both float32, shape of targets.
+
+    The entropy carries a gradient only where it is asked for. With ``compile`` a pass over the logits is one kernel.
 
     >>> logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
     >>> logprobs, entropy = token_logprobs(logits, torch.tensor([1]))
     >>> logprobs.exp(), entropy
     (tensor([0.2500]), tensor([1.0397]))
     """
+    if not entropy_gradient:
+        return _TokenLogprobs.apply(logits, targets, temperature, compile)
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Keeps the logits as they are, in their own precision, and reads them once in each direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, compile: bool
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, normaliser = (_compiled(_read) if compile else _read)(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, normaliser)
+        ctx.temperature, ctx.compile = temperature, compile
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        slope = _compiled(_slope) if ctx.compile else _slope
+        return slope(*ctx.saved_tensors, gradient, ctx.temperature), None, None, None
+
+
+def _read(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, and what the logits are normalised by."""
+    scaled = logits.float() / temperature
+    normaliser = scaled.logsumexp(-1)
+    entropy = normaliser - ((scaled - normaliser.unsqueeze(-1)).exp() * scaled).sum(-1)
+    return scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser, entropy, normaliser
+
+
+def _slope(logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float) -> Tensor:
+    """Gradient with respect to the logits."""
+    probabilities = (logits.float() / temperature - normaliser.unsqueeze(-1)).exp()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets.unsqueeze(-1)
+    slope = (is_target.float() - probabilities) * (gradient / temperature).unsqueeze(-1)
+    return slope.to(logits.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def chunked_token_logprobs(
@@ -32,11 +81,12 @@ def chunked_token_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     entropy_gradient: bool = False,
+    compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``token_logprobs(head(hidden), targets)`` for hidden [N, H], holding logits of ``chunk_size`` tokens at a time.
 
     The backward pass computes each chunk's logits again, so the peak is one chunk there too; a single one is
-    kept. The entropy carries a gradient only where it is asked for.
+    kept.
 
     >>> hidden, head = torch.eye(3), torch.nn.Linear(3, 3, bias=False)
     >>> whole = token_logprobs(head(hidden), torch.tensor([0, 1, 2]))[0]
@@ -45,7 +95,7 @@ def chunked_token_logprobs(
     """
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(h), t, temperature, entropy_gradient)
+        return token_logprobs(head(h), t, temperature, entropy_gradient, compile)
 
     pieces, is_one = [], len(hidden) <= chunk_size
     for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):

@@ -172,6 +172,23 @@ def test_token_logprobs_and_entropy(temperature):
     close(entropy, entropies)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_gradient_of_token_logprobs(dtype, tolerance, compile):
+    """Against autograd through the textbook's formula, in float32."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 33).mul(3).to(dtype).requires_grad_()
+    targets, weights = torch.randint(0, 33, (5,)), torch.randn(5)
+    got, _ = F.token_logprobs(logits, targets, 0.7, compile=compile)
+    (gradient,) = torch.autograd.grad((got * weights).sum(), logits)
+    plain = logits.detach().float().requires_grad_()
+    whole = torch.log_softmax(plain / 0.7, -1).gather(-1, targets[:, None])[:, 0]
+    (expected,) = torch.autograd.grad((whole * weights).sum(), plain)
+    assert torch.allclose(got, whole, atol=1e-5)
+    assert gradient.dtype == dtype
+    assert (gradient.float() - expected).norm() < tolerance * expected.norm()
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
 def test_chunks_change_neither_value_nor_gradient(chunk_size):
     torch.manual_seed(0)
