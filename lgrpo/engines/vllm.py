@@ -312,7 +312,8 @@ class VLLMEngine(RolloutEngine):
             arguments |= {"load_format": "safetensors", "use_tqdm_on_load": False} | adapter_flags(adapter.rank)
         arguments |= self.options
         initialised = self._shares_processes = torch.distributed.is_initialized()
-        with folder_in_memory() as folder, isolated():
+        num_bytes = sum(t.numel() for _, t in adapter.base()) * dtype.itemsize if adapter else 0
+        with folder_in_memory(num_bytes) as folder, isolated():
             config.save_pretrained(folder)
             if adapter is not None:
                 write_folder(folder, sent.through(adapter.base()))
@@ -339,6 +340,7 @@ class VLLMEngine(RolloutEngine):
 
     def _wake(self, *tags: str) -> None:
         if tired := [tag for tag in tags if tag in self._asleep]:
+            torch.cuda.empty_cache()  # what the trainer keeps for its next update, vLLM needs now
             with isolated():
                 self._llm.wake_up(tags=tired)
             self._asleep -= set(tired)

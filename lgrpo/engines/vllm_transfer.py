@@ -246,9 +246,10 @@ def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 @contextmanager
-def folder_in_memory() -> Iterator[Path]:
-    """A folder for a while, in shared memory where there is any."""
-    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+def folder_in_memory(num_bytes: int = 0) -> Iterator[Path]:
+    """A folder for a while, in shared memory where there is any and it has the room; containers may have little."""
+    has_room = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > num_bytes
+    shared = "/dev/shm" if has_room else None
     with tempfile.TemporaryDirectory(prefix="lgrpo-weights-", dir=shared) as folder:
         yield Path(folder)
 

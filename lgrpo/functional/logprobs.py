@@ -38,9 +38,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """Keeps the logits as they are, in their own precision, and reads them once in each direction."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, compile: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, compile: bool) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normaliser = (_compiled(_read) if compile else _read)(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, normaliser)
         ctx.temperature, ctx.compile = temperature, compile
@@ -48,9 +46,10 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, normaliser = ctx.saved_tensors
         slope = _compiled(_slope) if ctx.compile else _slope
-        return slope(*ctx.saved_tensors, gradient, ctx.temperature), None, None, None
+        return slope(logits, targets, normaliser, gradient, ctx.temperature), None, None, None
 
 
 def _read(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

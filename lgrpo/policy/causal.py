@@ -73,7 +73,8 @@ class CausalPolicy(nn.Module):
             dtype: Of the trained weights. Keep float32 and use ``trainer.precision: bf16-mixed`` for speed.
             attention: ``packed``: rows lie behind one another without padding. Or an implementation of transformers:
                 sdpa and eager with padding, flash_attention_2 and _3 without.
-            compile: Compile the layers, and on a GPU the softmax (``torch.compile``): slow to start, faster at every step. For GPUs.
+            compile: Compile the layers, and on a GPU the softmax (``torch.compile``): slow to start, faster at every
+                step. For GPUs.
             gradient_checkpointing: Compute activations again in the backward pass, to save memory.
             chunk_size: Tokens whose logits are held at a time.
             lora: Train low-rank adapters (needs peft) instead of the weights, which may then be bfloat16.

@@ -24,7 +24,7 @@ def kept() -> dict[str, dict[str, Any]]:
 
 
 def main_runs(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [run for run in result["runs"] if run["sweep"] is None]
+    return [run for run in result["runs"] if run["sweep"] in (None, "also v")]
 
 
 def describe(name: str, result: dict[str, Any]) -> str:
@@ -37,9 +37,10 @@ def describe(name: str, result: dict[str, Any]) -> str:
             if s["workload"] == "fixed"
             else f"log-normal lengths, mean {s['mean_tokens']:g}, at most {s['cap_tokens']}"
         )
+        v = f"{s['v']} (TRL 1)" if run["sweep"] else s["v"]
         title = (
             f"**{result['model']}, {s['workload']} lengths**: {s['prompts']} prompts of {s['prompt_tokens']} tokens × "
-            f"{s['group']} completions, {tokens}; v = {s['v']}, micro-batches: {s['micro_batches']}; "
+            f"{s['group']} completions, {tokens}; v = {v}, micro-batches: {s['micro_batches']}; "
             f"steps: {s['steps']} after {s['warm_up']}"
         )
         title += f". Ratio to TRL: **{run['ratio']:.2f}**" if "ratio" in run else ""

@@ -107,18 +107,37 @@ class Stages:
         self._last = now
 
 
+class DeviceMemory(threading.Thread):
+    """Watches how much of a GPU's memory is in use: the trainer's, vLLM's and what either keeps for later."""
+
+    def __init__(self, period: float = 0.02) -> None:
+        super().__init__(daemon=True)
+        self.period, self.peak = period, 0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            free, total = torch.cuda.mem_get_info()
+            self.peak = max(self.peak, total - free)
+            time.sleep(self.period)
+
+
+_device: list[DeviceMemory] = []
+
+
 def forget_peak_memory() -> None:
     """From now on the peak is counted."""
     if torch.cuda.is_available():
+        _device[:] = [DeviceMemory()]
         torch.cuda.reset_peak_memory_stats()
     elif (path := Path("/proc/self/clear_refs")).exists():
         path.write_text("5")
 
 
 def peak_memory() -> int:
-    """Bytes: allocated on the GPU, or resident in this process (imports included)."""
+    """Bytes: in use on the GPU, or resident in this process (imports included)."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return _device[0].peak if _device else torch.cuda.max_memory_allocated()
     if (status := Path("/proc/self/status")).exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024

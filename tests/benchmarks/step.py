@@ -9,7 +9,7 @@ in what order is its own business. Results are written to ``tests/benchmarks/res
     python -m tests.benchmarks.step --model FOLDER             # any model of Hugging Face
     python -m tests.benchmarks.step --sweep v group length     # cost against v, G and length as well
     python -m tests.benchmarks.step --threads 1 --clock cpu    # on a machine that others use too
-    python -m tests.benchmarks.step --device cuda --no-checkpointing --engine-memory 0.3
+    python -m tests.benchmarks.step --device cuda --no-checkpointing --engine-memory 0.15 --also-v 10
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def measure(system: str, options: argparse.Namespace) -> dict[str, Any]:
 def compare(options: argparse.Namespace, sweep: str | None = None) -> dict[str, Any]:
     """Both systems under the same settings."""
     cycles = -(-options.warm_up // options.v), -(-options.steps // options.v)
-    options = argparse.Namespace(**vars(options) | {"warm_up": cycles[0] * options.v, "steps": cycles[1] * options.v})
+    whole = {"steps": cycles[1] * options.v}
+    if "trl" in options.systems:  # whose cycles begin with the first step; ours with the end of the warm-up
+        whole["warm_up"] = cycles[0] * options.v
+    options = argparse.Namespace(**vars(options) | whole)
     found: dict[str, Any] = {"sweep": sweep, "settings": {name: getattr(options, name) for name in SETTINGS}}
     for system in options.systems:
         found[system] = measure(system, options)
@@ -97,6 +100,15 @@ def compare(options: argparse.Namespace, sweep: str | None = None) -> dict[str, 
     if ours and peer:
         found["ratio"] = peer / ours
     return found
+
+
+def beside_trl(run: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    """Gives a run of lgrpo alone the figures TRL had at v = 1, its best where it does not start at a larger one."""
+    for other in others:
+        same = other["settings"]["workload"] == run["settings"]["workload"] and other["settings"]["v"] == 1
+        if same and "step_seconds" in other.get("trl", {}) and "step_seconds" in run.get("lgrpo", {}):
+            run["trl"] = other["trl"]
+            run["ratio"] = run["trl"]["step_seconds"] / run["lgrpo"]["step_seconds"]
 
 
 def table(run: dict[str, Any]) -> str:
@@ -141,6 +153,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int)
     parser.add_argument("--sweep-steps", type=int, default=3, help="of each run of a sweep, after one of warm-up")
     parser.add_argument("--v", type=int, default=1, help="TRL's steps_per_generation, in steps")
+    parser.add_argument("--also-v", type=int, nargs="+", default=[], help="a cycle of lgrpo alone, beside TRL at v = 1")
     parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU that vLLM takes")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
@@ -208,6 +221,7 @@ def main() -> None:
         jobs: list[tuple[str | None, dict[str, Any]]] = [
             (None, {"workload": workload}) for workload in workloads if workload != "none"
         ]
+        jobs += [("also v", {"workload": "fixed", "v": v, "steps": v, "systems": ["lgrpo"]}) for v in options.also_v]
         for sweep in options.sweep:
             field, values, systems = SWEEPS[sweep]
             few = {"workload": "fixed", "steps": options.sweep_steps, "warm_up": 1}
@@ -215,15 +229,18 @@ def main() -> None:
             jobs += [(sweep, few | {field: value}) for value in values]
         for sweep, own in jobs:
             run = compare(argparse.Namespace(**vars(options) | own), sweep)
+            if sweep == "also v":
+                beside_trl(run, results["runs"])
             results["runs"].append(run)
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(results, indent=1) + "\n")
-            title = f"{own['workload']} lengths" + (f", {sweep} {own[SWEEPS[sweep][0]]}" if sweep else "")
+            title = f"{own['workload']} lengths" + (f", {sweep} {own[SWEEPS[sweep][0]]}" if sweep in SWEEPS else "")
+            title += f", v = {own['v']}" if sweep == "also v" else ""
             print(f"\n{model}, {title}, on {machine}\n{table(run)}", flush=True)
             if "ratio" in run:
                 print(f"{title}: {run['ratio']:.2f} times as fast as TRL", flush=True)
     print(f"\n{out}")
-    if ratios := [run["ratio"] for run in results["runs"] if run["sweep"] is None and "ratio" in run]:
+    if ratios := [run["ratio"] for run in results["runs"] if run["sweep"] not in SWEEPS and "ratio" in run]:
         print(f"ratio to TRL {min(ratios):.2f}")  # the smaller, where there are two workloads
     if any("error" in run.get(system, {}) for run in results["runs"] for system in options.systems):
         sys.exit(1)

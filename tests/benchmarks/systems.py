@@ -24,8 +24,8 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         RolloutCallback,
         RolloutDataModule,
         Sampling,
-        WeightSync,
     )
+    from lgrpo.callbacks.weight_sync import EngineSync
     from lgrpo.data.scorer import GroupScores
     from lgrpo.engines import RolloutEngine, TransformersEngine, VLLMEngine
     from lgrpo.tasks import DatasetTask
@@ -62,6 +62,16 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         shuffle=False,
     )
 
+    class Sync(EngineSync):
+        """Every v rollouts, counted from the end of the warm-up on; during it, before each."""
+
+        def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
+            since = rollout - options.warm_up
+            return since < 0 or since % options.v == 0
+
+        def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int:
+            return 1 if rollout < options.warm_up else options.v
+
     class Watch(RolloutCallback):
         def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
             stages.wrap(trainer.strategy, "backward", "arithmetic")
@@ -95,7 +105,7 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tempfile.mkdtemp(),
-        callbacks=[WeightSync(options.v), Watch()],
+        callbacks=[Sync(), Watch()],
     )
     trainer.fit(module, datamodule=data)
     found = stages.figures(*work.tokens(), policy.model.num_parameters(), options.peak_flops)

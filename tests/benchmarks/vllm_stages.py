@@ -1,51 +1,102 @@
-"""Where the time of a run with vLLM in process goes, at v = 1 and v = 10: ``python -m tests.benchmarks.vllm_stages``.
+"""Where the time of a run with vLLM in process goes: ``python -m tests.benchmarks.vllm_stages``.
 
-Random weights of a Qwen2 shape, 28 prompts × 16 completions, 100 prompt and 512 completion tokens each, by the same
-module, data module and callbacks as any run. The first rollout of each run is left out as warm-up.
+Random weights of a Qwen2 shape, by the same module, data module and callbacks as any run. The first rollout is left out
+as warm-up, and from the next on cycles of v are counted. Each run adds a row to ``results/vllm_stages.jsonl``.
+
+    python -m tests.benchmarks.vllm_stages --v 1 10                                        # 1.5B, 448 × 512 tokens
+    python -m tests.benchmarks.vllm_stages --strategy fsdp                                 # or fsdp2; a world of one
+    python -m tests.benchmarks.vllm_stages --shape 7b --lora 16 --checkpointing --v 1 10 --prompts 8 --micro-batches 16
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import platform
+import pstats
 import random
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from lgrpo import CausalPolicy, ClippedLoss, Evaluation, GRPOModule, RolloutDataModule, Sampling
-from lgrpo.callbacks import WeightSync
+from lgrpo import CausalPolicy, ClippedLoss, GRPOModule, LoRA, RolloutDataModule, Sampling
+from lgrpo.callbacks.weight_sync import EngineSync
 from lgrpo.engines import VLLMEngine
 from lgrpo.tasks import DatasetTask
 from tests.benchmarks.parity_reward import Parity
-from tests.benchmarks.step import SHAPES
+from tests.benchmarks.stages import forget_peak_memory, peak_memory
+from tests.benchmarks.workload import SHAPES, prescribe_vllm
 from tests.helpers import Logged
 
+OUT = Path(__file__).parent / "results" / "vllm_stages.jsonl"
+STAGES = ("sync", "generate", "score", "update", "wait")
 
-def run(module: GRPOModule, engine: VLLMEngine, v: int, rollouts: int, options: argparse.Namespace) -> dict[str, Any]:
-    words = random.Random(0)
+
+class Cycles(EngineSync):
+    """A rollout of warm-up, then cycles of v."""
+
+    def __init__(self, v: int) -> None:
+        self.v = v
+
+    def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
+        return rollout == 0 or (rollout - 1) % self.v == 0
+
+    def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int:
+        return self.v if rollout else 1
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            forget_peak_memory()
+
+
+class Kernels(L.Callback):
+    """What the GPU is at during some micro-batches of the second step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self.profiler = torch.profiler.profile(activities=activities)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == trainer.accumulate_grad_batches + 2:
+            self.profiler.start()
+        if batch_idx == trainer.accumulate_grad_batches + 6:
+            self.profiler.stop()
+            times = self.profiler.key_averages()
+            self.path.write_text(times.table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
+
+
+def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namespace) -> dict[str, Any]:
+    words, rollouts = random.Random(0), 1 + -(-options.rollouts // v) * v
     rows = [
-        {"question": "".join(words.choice("0123456789") for _ in range(options.prompt_tokens))} for _ in range(4096)
+        {"question": "".join(words.choice("0123456789") for _ in range(options.prompt_tokens))}
+        for _ in range(rollouts * options.prompts)
     ]
     data = RolloutDataModule(
-        DatasetTask(Parity(), train=rows, validation=rows[:8]),
+        DatasetTask(Parity(), train=rows),
         engine,
         num_prompts=options.prompts,
         group_size=options.group,
         num_rollouts=rollouts,
         sampling=Sampling(max_tokens=options.completion_tokens),
-        evaluation=Evaluation(num_samples=1),
         generate_ahead=v > 1,
         seed=v,
     )
-    seen = Logged()
+    seen, cuda = Logged(), torch.cuda.is_available()
+    strategies: dict[str, Any] = {
+        "one": "auto",
+        "fsdp": FSDPStrategy(),
+        "fsdp2": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1),
+    }
     trainer = L.Trainer(
         accelerator="auto",
         devices=1,
-        precision="bf16-mixed" if torch.cuda.is_available() else "32-true",
+        strategy=strategies[options.strategy],
+        precision="bf16-mixed" if cuda else "32-true",
         max_epochs=1,
         accumulate_grad_batches=options.micro_batches,
         gradient_clip_val=1.0,
@@ -55,75 +106,93 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, rollouts: int, options: 
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir="/tmp/lgrpo-bench",
-        callbacks=[WeightSync(v), seen],
+        callbacks=[Cycles(v), seen, *([Kernels(options.kernels)] if options.kernels else [])],
     )
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     trainer.fit(module, datamodule=data)
-    kept = seen.rows[1:] if v == 1 else seen.rows
-    mean = {
-        name: sum(row.get(f"time/{name}", 0.0) for row in kept) / len(kept)
-        for name in ("sync", "generate", "score", "update", "wait")
-    }
+    kept = seen.rows[1:]
+    mean = {name: sum(row.get(f"time/{name}", 0.0) for row in kept) / len(kept) for name in STAGES}
     span = mean["wait"] + mean["update"]
-    completions = options.prompts * options.group
-    sampled = sum(row["rollout/completion_length"] for row in kept) / len(kept) * completions
-    trained = sampled + completions * options.prompt_tokens
+    sampled = options.completion_tokens * options.prompts * options.group
+    trained = sampled + options.prompts * options.group * options.prompt_tokens
     figures = {
         "v": v,
         "rollouts": len(kept),
         "step_seconds": span,
+        "steps": [row["time/wait"] + row["time/update"] for row in kept],
         **{f"{name}_seconds": value for name, value in mean.items()},
         "generate_tokens_per_second": sampled / mean["generate"],
         "update_tokens_per_second": trained / mean["update"],
         "rollouts_per_minute": 60 / span,
-        "sync_seconds_each": [record.seconds for record in engine.ledger][-2:],
+        "sync_bytes": engine.ledger[-1].num_bytes,
+        "sync_seconds_each": [record.seconds for record in engine.ledger][-3:],
         "engine_mismatch_mean": seen.rows[0].get("train/engine_mismatch_mean"),
         "lags": [row["train/lag"] for row in seen.rows],
+        "peak_gib": peak_memory() / 2**30,
     }
-    if torch.cuda.is_available():
-        figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if cuda:
+        figures["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--lora", type=int, help="rank of adapters, over a frozen model in bfloat16")
+    parser.add_argument(
+        "--strategy", choices=["one", "fsdp", "fsdp2"], default="one", help="of Lightning, a world of 1"
+    )
+    parser.add_argument("--v", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=28)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--completion-tokens", type=int, default=512)
     parser.add_argument("--micro-batches", type=int, default=28)
-    parser.add_argument("--rollouts", type=int, default=4, help="of the run at v = 1")
-    parser.add_argument("--out", type=Path, default=Path("tests/benchmarks/results/vllm_stages.json"))
+    parser.add_argument("--rollouts", type=int, default=3, help="at least so many, in whole cycles, after the first")
+    parser.add_argument("--engine-memory", type=float, default=0.15, help="share of the GPU that vLLM takes")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--profile", type=Path, help="write where Python's time goes in the last run")
+    parser.add_argument("--kernels", type=Path, help="write where the GPU's time goes in an update")
+    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
 
     cuda = torch.cuda.is_available()
+    longest = options.prompt_tokens + options.completion_tokens
     policy = CausalPolicy(
-        config={"model_type": "qwen2", "max_position_embeddings": 1024, "tie_word_embeddings": True}
+        config={"model_type": "qwen2", "max_position_embeddings": longest, "tie_word_embeddings": options.shape != "7b"}
         | SHAPES[options.shape],
         characters="0123456789",
-        gradient_checkpointing=cuda,
+        gradient_checkpointing=options.checkpointing,
+        compile=options.compile,
         chunk_size=4096,
+        dtype="bfloat16" if options.lora and cuda else "float32",
+        lora=LoRA(rank=options.lora) if options.lora else None,
     )
-    module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6))
+    module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6, fused=cuda))
     engine = VLLMEngine(
-        dtype="bfloat16" if cuda else None, max_model_len=options.prompt_tokens + options.completion_tokens
+        dtype="bfloat16" if cuda else None, max_model_len=longest, gpu_memory_utilization=options.engine_memory
     )
-    results: dict[str, Any] = {
+    prescribe_vllm([options.completion_tokens] * 10**6)
+    about = {
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "torch": torch.__version__,
         "vllm": __import__("vllm").__version__,
-        "settings": {k: v for k, v in vars(options).items() if k != "out"},
-        "runs": [],
+        "settings": {k: v for k, v in vars(options).items() if k not in ("out", "v", "profile", "kernels")},
     }
-    for v, rollouts in ((1, options.rollouts), (10, 10)):
-        results["runs"].append(run(module, engine, v, rollouts, options))
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1))
-        print(json.dumps(results["runs"][-1], indent=1), flush=True)
-    one, ten = results["runs"]
-    print(f"v = 10 over v = 1: {one['step_seconds'] / ten['step_seconds']:.2f}x rollouts per minute")
+    profile = cProfile.Profile()
+    for number, v in enumerate(options.v, start=1):
+        if options.profile and number == len(options.v):
+            profile.enable()
+        found = run(module, engine, v, options)
+        profile.disable()
+        with options.out.open("a") as file:
+            file.write(json.dumps(about | found) + "\n")
+        print(json.dumps(found, indent=1), flush=True)
+    if options.profile:
+        with options.profile.open("w") as file:
+            statistics = pstats.Stats(profile, stream=file)
+            statistics.sort_stats("tottime").print_stats(60)
+            statistics.sort_stats("cumulative").print_stats(90)
     engine.close()
 
 

@@ -130,7 +130,7 @@ def prescribe_vllm(given: Sequence[int]) -> None:
     first = [0]
 
     def limited(original: Callable[..., Any]) -> Callable[..., Any]:
-        def prescribed(self: Any, prompts: Any, params: Any = None, **options: Any) -> Any:
+        def prescribed(self: Any, prompts: Any, params: Any = None, *more: Any, **options: Any) -> Any:
             params = options.pop("sampling_params", params)
             each = params if isinstance(params, list) else [params.clone() for _ in prompts]
             for one in each:
@@ -139,7 +139,7 @@ def prescribe_vllm(given: Sequence[int]) -> None:
                 one.ignore_eos, one.stop_token_ids, one.max_tokens = True, [], max(own)
                 one._all_stop_token_ids = set()
                 one.extra_args = {"lengths": own}
-            return original(self, prompts, each, **options)
+            return original(self, prompts, each, *more, **options)
 
         return prescribed
 
