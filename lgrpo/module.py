@@ -15,8 +15,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -221,6 +223,16 @@ class GRPOModule(L.LightningModule):
         figures |= self._rollout_metrics | self._noted
         self._noted.clear()  # what goes wrong from here on is told in the next row
         self._publish(figures)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        precision = self.trainer.precision_plugin
+        if isinstance(precision, MixedPrecision) and precision.scaler is None and gradient_clip_val:
+            algorithm = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
+            Precision.clip_gradients(precision, optimizer, gradient_clip_val, algorithm)  # a fused optimizer's too
+        else:
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         self.amplifications[batch.task].update(batch.correct, batch.answers, batch.reference_correct)
