@@ -140,7 +140,8 @@ class WeightReport:
 
     def lgrpo_write_weights(self, folder: str, layout: dict) -> None:
         tensors = {name: tensor.cpu().clone() for name, tensor in read_parts(self._lgrpo_model(), _pairs(layout))}
-        save_file(tensors, f"{folder}/model.safetensors")
+        if self.rank == 0:  # type: ignore[attr-defined] # all workers have them whole
+            save_file(tensors, f"{folder}/model.safetensors")
 
     def _lgrpo_model(self) -> nn.Module:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
