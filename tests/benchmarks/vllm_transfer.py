@@ -3,9 +3,8 @@
     python -m tests.benchmarks.vllm_transfer --out transfer.json
 
 A Qwen2-shaped model of 1.5 billion random weights in bfloat16. vLLM before 0.28 wants ``ray`` for ``ipc``.
-On one GPU, NCCL is made to believe in two machines, and goes through sockets: that row says that it works, not how fast
-it is. With two GPUs or more the server has the last one, files and NCCL (NVLink, where there is any) reach it, and ``ipc``
-stays on the first.
+On one GPU, NCCL is made to believe in two machines and goes through sockets: that row says that it works, not how fast
+it is. With several GPUs the server is on the last one, but for ``ipc``.
 """
 
 from __future__ import annotations

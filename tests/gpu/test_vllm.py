@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 APART = {"NCCL_HOSTID": "trainer", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 APART |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
 """NCCL wants a GPU for each rank; where trainer and server have names of other machines, it speaks through sockets."""
-os.environ |= APART  # now: NCCL reads them once
+if torch.cuda.is_available():
+    os.environ |= APART  # now: NCCL reads them once
 
 CONFIG = {
     "model_type": "qwen2",
@@ -146,11 +147,13 @@ def test_nccl_after_a_server_was_killed(policy, monkeypatch):
 
     def sync_and_sample(step):
         start = time.perf_counter()
-        disturb(policy)
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.add_(0.01 * torch.randn_like(p))
         record = engine.load_weights(policy.weights(), step)
         print(f"sync {step}: {time.perf_counter() - start:.1f} s, {record}")
         groups = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
-        assert mean_mismatch(policy, questions, groups) < 0.2
+        assert mean_mismatch(policy, questions, groups) < 0.1
         held = engine.state_dict()["weights"]
         assert all(torch.equal(held[name], tensor.to(torch.bfloat16).cpu()) for name, tensor in policy.weights())
 
