@@ -229,10 +229,13 @@ def test_where_one_fails_all_have(transfer, servers, path, is_silent):
 
 def test_a_group_that_does_not_find_together_is_an_error_at_the_start(transfer, servers):
     servers[1].fails_at = "/init_weight_transfer_engine"
-    with pytest.raises(
-        EngineFailure, match=r"did not find together in an NCCL group at 127\.0\.0\.1: .* transfer 'ipc'"
-    ):
+    with pytest.raises(EngineFailure, match=r"did not find together .* at 127\.0\.0\.1: .* transfer 'ipc'"):
         transfer.connected([server.client for server in servers])
+
+
+def test_the_trainer_itself_does_not_wait_for_ever():
+    with pytest.raises(EngineFailure, match=r"did not all do their part within 0\.2 s"):
+        vllm_nccl.all_at_once([int, threading.Event().wait], 0.2)
 
 
 def test_no_server_left_to_send_to(transfer):
