@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from lgrpo.engines.base import GO_ON, EngineError, EngineFailure, NoWeightsError, RolloutEngine, give_up
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.server import AnsweredError, VLLMServer
+from lgrpo.engines.vllm_nccl import LeftWaiting, NCCLTransfer
 from lgrpo.engines.vllm_transfer import TRANSFERS, AdapterTransfer, Failures, FileTransfer, each
 from lgrpo.engines.vllm_weights import Layout, engine_layout
 from lgrpo.types import PolicyWeights
@@ -41,7 +42,8 @@ class Fleet(RolloutEngine):
     def __init__(
         self,
         *,
-        transfer: Literal["file", "ipc"],
+        transfer: Literal["file", "ipc", "nccl"],
+        transfer_address: str | None,
         weights_dir: str | None,
         dtype: torch.dtype | None,
         start_timeout: float,
@@ -53,7 +55,8 @@ class Fleet(RolloutEngine):
         verify: bool,
     ) -> None:
         super().__init__()
-        self.transfer: Literal["file", "ipc"] = transfer
+        self.transfer: Literal["file", "ipc", "nccl"] = transfer
+        self.transfer_address = transfer_address
         self.weights_dir = weights_dir
         self.dtype = dtype
         self.start_timeout = start_timeout
@@ -136,6 +139,8 @@ class Fleet(RolloutEngine):
     def close(self) -> None:
         self.forget()
         self._call_off()
+        if self._transfer is not None:
+            self._transfer.close()
         for server in self.servers:
             server.close()
         self.servers = []
@@ -150,6 +155,8 @@ class Fleet(RolloutEngine):
         """The way weights take, and the folder a server starts from."""
         if self.transfer == "ipc" and not torch.cuda.is_available():
             raise EngineError("transfer 'ipc' shares the memory of a GPU, and there is none here: use 'file'")
+        if self.transfer == "nccl" and not torch.cuda.is_available():
+            raise EngineError("transfer 'nccl' goes from GPU to GPU, and there is none here: use 'file'")
         if self._transfer is None:
             shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
             folder = Path(tempfile.mkdtemp(prefix="lgrpo-weights-", dir=self.weights_dir or shared))
@@ -158,6 +165,8 @@ class Fleet(RolloutEngine):
             if self.adapters and weights.adapter is not None:
                 self.adapter_rank = weights.adapter.rank
                 self._transfer = AdapterTransfer(folder, self.sync_timeout, weights.adapter.rank)
+            elif self.transfer == "nccl":
+                self._transfer = NCCLTransfer(folder, self.sync_timeout, self.transfer_address)
             else:
                 self._transfer = TRANSFERS[self.transfer](folder, self.sync_timeout)
             weights.config.save_pretrained(folder)
@@ -248,8 +257,9 @@ class Fleet(RolloutEngine):
     def _count(self, failure: EngineFailure) -> None:
         """Notes a failure. An error where it is one too many."""
         with self._lock:
-            self.faults["failures"] += 1
-            self._num_failures += 1
+            if not isinstance(failure, LeftWaiting):
+                self.faults["failures"] += 1
+                self._num_failures += 1
             number = self._num_failures
         if number > self.max_failures:
             raise EngineError(give_up(failure, number, self.max_failures))

@@ -52,7 +52,7 @@ class VLLMServer:
         ``successor_of`` is one that has ended, whose address and key it takes over.
         """
         if successor_of is None:
-            port, api_key = _free_port(), secrets.token_urlsafe(32)
+            port, api_key = free_port(), secrets.token_urlsafe(32)
         else:
             port, api_key = int(successor_of.url.rpartition(":")[2]), str(successor_of.api_key)
         arguments = {"model": folder, "host": "127.0.0.1", "port": port, **flags}
@@ -180,9 +180,10 @@ def _short(answer: requests.Response) -> str:
         return answer.text[:300]
 
 
-def _free_port() -> int:
+def free_port(address: str = "127.0.0.1") -> int:
+    """One nobody listens on."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return probe.getsockname()[1]
 
 

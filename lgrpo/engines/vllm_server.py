@@ -13,6 +13,7 @@ from lgrpo.engines.base import EngineError, OnGroup, Sampling, completion_from, 
 from lgrpo.engines.dispatch import Dispatch
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.shared_fleet import SharedFleet
+from lgrpo.engines.vllm_nccl import NCCLTransfer, check_apart
 from lgrpo.engines.vllm_process import WHOLE_PROMPTS, check_lengths, import_vllm
 from lgrpo.engines.vllm_transfer import FileTransfer
 from lgrpo.functional import stream_seed
@@ -24,7 +25,7 @@ class VLLMServerEngine(SharedFleet):
     """vLLM servers, started and stopped here or already running. The next rollout is sampled while this one trains.
 
     Weights travel as safetensors files in shared memory, which the servers read: trainer and servers share a machine,
-    or a file system. Where they share a GPU, ``transfer: ipc`` spares the files.
+    or a file system. ``transfer: ipc`` spares the files where they share a GPU, ``transfer: nccl`` where they do not.
 
     A server that ends, hangs or answers with an error is started again with the weights it held, and the prompts it
     left unanswered are asked again; meanwhile the others go on.
@@ -47,7 +48,8 @@ class VLLMServerEngine(SharedFleet):
         devices: list[list[int]] | None = None,
         seeded: bool | None = None,
         requests_at_a_time: int = 64,
-        transfer: Literal["file", "ipc"] = "file",
+        transfer: Literal["file", "ipc", "nccl"] = "file",
+        transfer_address: str | None = None,
         weights_dir: str | None = None,
         start_timeout: float = 600.0,
         sync_timeout: float = 300.0,
@@ -58,6 +60,7 @@ class VLLMServerEngine(SharedFleet):
         adapters: bool = True,
         verify: bool = True,
         options: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -76,10 +79,14 @@ class VLLMServerEngine(SharedFleet):
                 last ones: the first are for training.
             seeded: Each request has a seed of its own, so that runs repeat. By default on CPUs only.
             requests_at_a_time: Prompts in flight at each server.
-            transfer: How weights travel: as files, or as CUDA memory of the one GPU that trainer and servers share.
-                vLLM before 0.28 wants ``ray`` installed for ``ipc``; servers of your own want
-                ``--weight-transfer-config '{"backend": "ipc"}'``.
-            weights_dir: Folder for the weights' files; by default one in shared memory.
+            transfer: How weights travel: as files; ``ipc``, as CUDA memory of the one GPU that trainer and servers
+                share; or ``nccl``, from the trainer's GPU to servers on other GPUs or machines. vLLM before 0.28 wants
+                ``ray`` installed for ``ipc``; servers of your own want ``--weight-transfer-config '{"backend":
+                "ipc"}'``, or ``"nccl"``.
+            transfer_address: With ``nccl``, the IPv4 address of rank 0's machine where servers find it; by default
+                the one that faces them, for servers started here the loopback address.
+            weights_dir: Folder for the weights' files; by default one in shared memory. Servers start from it, and
+                with ``ipc`` and ``nccl`` write into it what a checkpoint keeps of them.
             start_timeout: Seconds until a server must answer.
             sync_timeout: Seconds each step of a sync may take; a server that takes longer has failed.
             timeout: Seconds a generation may take, from the last time a server was replaced on.
@@ -92,9 +99,11 @@ class VLLMServerEngine(SharedFleet):
                 ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. Without it, the merged weights travel.
             verify: Compare the servers' own checksums with the policy's after every sync.
             options: Any other flag of the server, by its name.
+            environment: Variables for servers that are started here, beside those of this process.
         """
         super().__init__(
             transfer=transfer,
+            transfer_address=transfer_address,
             weights_dir=weights_dir,
             dtype=None if dtype is None else getattr(torch, dtype),
             start_timeout=start_timeout,
@@ -111,6 +120,8 @@ class VLLMServerEngine(SharedFleet):
             raise ValueError("urls is an empty list: leave it out to have servers started")
         if devices is not None:
             check_devices(devices, num_servers, tensor_parallel_size, urls)
+        if transfer_address is not None and transfer != "nccl":
+            raise ValueError(f"transfer_address is for transfer 'nccl', and transfer is {transfer!r}")
         if max_failures < 0:
             raise ValueError(f"max_failures is {max_failures}; 0 stops at the first failure")
         if hang_timeout <= 0:
@@ -129,6 +140,7 @@ class VLLMServerEngine(SharedFleet):
         self.requests_at_a_time = requests_at_a_time
         self.hang_timeout = hang_timeout
         self.options = options or {}
+        self.environment = environment or {}
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def prepare(
@@ -224,6 +236,8 @@ class VLLMServerEngine(SharedFleet):
             self._on_cpu = vllm.platforms.current_platform.is_cpu()
             self._is_seeded = self._on_cpu if self.seeded is None else self.seeded
             self._server_dtype = self.dtype or next(iter(weights))[1].dtype
+            if isinstance(transfer, NCCLTransfer):
+                self._check_apart()
             servers = [self._start(transfer, index) for index in range(self.num_servers)]
             patience = self.start_timeout
         try:
@@ -268,11 +282,18 @@ class VLLMServerEngine(SharedFleet):
                 "TORCHDYNAMO_DISABLE": "1",
             }
         else:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices_of(index, visible.split(",")))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices_of(index, visible_devices()))
+        environment |= self.environment
         folder = transfer.folder
         before = self.servers[index] if self._line is not None and self.servers else None  # other ranks know it
         return VLLMServer.start(folder, folder / f"server-{index}.log", flags, environment, before)
+
+    def _check_apart(self) -> None:
+        own_host = os.environ.get("NCCL_HOSTID")
+        if self.environment.get("NCCL_HOSTID", own_host) == own_host:  # else NCCL takes them for two machines
+            visible = visible_devices()
+            servers = [self._devices_of(index, visible) for index in range(self.num_servers)]
+            check_apart(visible[torch.cuda.current_device()], servers)
 
     def _devices_of(self, index: int, visible: list[str]) -> list[str]:
         """The GPUs of a server, of those this process sees."""
@@ -326,6 +347,12 @@ class VLLMServerEngine(SharedFleet):
                 f"{own[place : place + 1]} here and {theirs[place : place + 1]} there, so ids would mean other text. "
                 "Start it with the policy's (--tokenizer)"
             )
+
+
+def visible_devices() -> list[str]:
+    """The GPUs this process sees, as CUDA names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def check_devices(devices: list[list[int]], num_servers: int, size: int, urls: list[str] | None) -> None:

@@ -1,4 +1,4 @@
-"""How weights get into a vLLM server: as files it reads, or as memory of the GPU it shares with the trainer."""
+"""How weights get into a vLLM server: as files it reads, or from memory to memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +102,9 @@ class FileTransfer:
         """The weights as files, each there whole or not at all."""
         write_folder(self.folder, sent.through(weights))
 
+    def close(self) -> None:
+        """Lets go of the servers."""
+
 
 class AdapterTransfer(FileTransfer):
     """Adapters alone, as files, through vLLM's own routes; the weights below them once, when a server starts."""
@@ -150,39 +154,31 @@ class AdapterTransfer(FileTransfer):
         return self.folder / f"adapter-{self._number}"
 
 
-class IPCTransfer(FileTransfer):
-    """Handles of CUDA memory, through vLLM's own weight-transfer routes: servers copy from the trainer's GPU.
-
-    A server must be on the very GPU the weights are on. Only a server's start goes through files.
-    """
-
-    flags: dict[str, Any] = {"weight_transfer_config": '{"backend": "ipc"}'}  # noqa: RUF012
-    environment: dict[str, str] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # noqa: RUF012 # handles travel pickled
+class MemoryTransfer(FileTransfer, ABC):
+    """Weights that servers alone hold, in their memory. A server starts from files, which are there for that long."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
         super().__init__(folder, timeout)
-        self._folder_in_use = threading.RLock()
+        self._lock = threading.Lock()
+        self._num_users = 0
+        """Of the files: servers that start from them, at the same time as others may."""
+
+    @abstractmethod
+    def hand_over(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> Failures:
+        """From memory to memory. Which servers failed; what was sent is noted whole in any case."""
 
     def connected(self, servers: Sequence[VLLMServer]) -> None:
-        for server in servers:
-            server.call("POST", "/init_weight_transfer_engine", self.timeout, json={"init_info": {}})
-        self._delete_files()
+        with self._lock:
+            if not self._num_users:
+                self._delete_files()
 
     def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> Failures:
-        failures: Failures = {}
-        each(servers, failures, lambda server: server.call("POST", "/start_weight_update", self.timeout))
-        for chunk in chunks(sent.through(weights)):
-            on_device = {name: tensor.cuda().contiguous() for name, tensor in chunk.items()}
-            torch.cuda.synchronize()
-
-            def update(server: VLLMServer, tensors: dict[str, Tensor] = on_device) -> None:
-                body = {"update_info": describe(tensors)}  # a handle is for one reader
-                server.call("POST", "/update_weights", self.timeout, json=body)
-
-            each(servers, failures, update)
-        each(servers, failures, lambda server: server.call("POST", "/finish_weight_update", self.timeout))
-        torch.cuda.ipc_collect()
-        if failures and len(failures) == len(servers):  # no server has them to start another one from
+        self._delete_files()  # of a sync before this one, whose servers did not come back
+        if not servers:
+            self.write(weights, sent)
+            return {}
+        failures = self.hand_over(servers, weights, sent)
+        if len(failures) == len(servers):  # no server has them to start another one from
             self.write(weights, Sent(dtype=sent.dtype))
         return failures
 
@@ -192,25 +188,32 @@ class IPCTransfer(FileTransfer):
 
     @contextmanager
     def files(self, others: Sequence[VLLMServer], layout: Layout) -> Iterator[None]:
-        with self._folder_in_use:
+        with self._lock:
             if not any(self.folder.glob("*.safetensors")):
                 self._write_out(others, layout)
-            try:
-                yield
-            finally:
-                self._delete_files()
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if not self._num_users:
+                    self._delete_files()
 
     def _write_out(self, servers: Sequence[VLLMServer], layout: Layout) -> None:
         """The weights as a server holds them."""
+        why = ""
         for server in servers:
             try:
                 server.rpc("lgrpo_write_weights", self.timeout, folder=str(self.folder), layout=layout)
                 return
-            except EngineFailure:
+            except EngineFailure as failure:
                 self._delete_files()  # half of them may be there
+                why = f" ({failure})"
         raise EngineError(
-            "the behaviour policy was in the memory of servers alone, and none that holds it is left: go on from the "
-            "last checkpoint. With transfer 'file' a server that fails is given it again"
+            "the behaviour policy was in the memory of servers alone, and none that holds it is left, or can write it "
+            f"into {self.folder}{why}: go on from the last checkpoint. With transfer 'file' a server that fails is "
+            "given it again"
         )
 
     def _delete_files(self) -> None:
@@ -218,18 +221,57 @@ class IPCTransfer(FileTransfer):
             path.unlink()
 
 
+class IPCTransfer(MemoryTransfer):
+    """Handles of CUDA memory, through vLLM's own weight-transfer routes: servers copy from the trainer's GPU.
+
+    A server must be on the very GPU the weights are on.
+    """
+
+    flags: dict[str, Any] = {"weight_transfer_config": '{"backend": "ipc"}'}  # noqa: RUF012
+    environment: dict[str, str] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # noqa: RUF012 # handles travel pickled
+
+    def connected(self, servers: Sequence[VLLMServer]) -> None:
+        for server in servers:
+            server.call("POST", "/init_weight_transfer_engine", self.timeout, json={"init_info": {}})
+        super().connected(servers)
+
+    def hand_over(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: Sent) -> Failures:
+        failures: Failures = {}
+        each(servers, failures, lambda server: server.call("POST", "/start_weight_update", self.timeout))
+        for chunk in chunks(sent.through(weights)):
+            on_device = {name: tensor.cuda().contiguous() for name, tensor in chunk.items()}
+            torch.cuda.synchronize()
+
+            def update(server: VLLMServer, tensors: dict[str, Tensor] = on_device) -> None:
+                body = {"update_info": describe(tensors) | handles(tensors)}  # a handle is for one reader
+                server.call("POST", "/update_weights", self.timeout, json=body)
+
+            each(servers, failures, update)
+        each(servers, failures, lambda server: server.call("POST", "/finish_weight_update", self.timeout))
+        torch.cuda.ipc_collect()
+        return failures
+
+
 def describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Tensors on a GPU as vLLM's IPC backend wants to hear of them."""
-    handles = []
-    for tensor in tensors.values():
-        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
-        handles.append({uuid: reduce_tensor(tensor)[1]})
+    """Tensors as vLLM's weight-transfer routes want to hear of them.
+
+    >>> describe({"norm.weight": torch.zeros(4, dtype=torch.bfloat16)})
+    {'names': ['norm.weight'], 'dtype_names': ['bfloat16'], 'shapes': [[4]]}
+    """
     return {
         "names": list(tensors),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
     }
+
+
+def handles(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Where on which GPU they are."""
+    found = []
+    for tensor in tensors.values():
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        found.append({uuid: reduce_tensor(tensor)[1]})
+    return {"ipc_handles_pickled": base64.b64encode(pickle.dumps(found)).decode()}
 
 
 def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -139,8 +139,10 @@ class WeightReport:
         return {name: f"{value:016x}" for name, value in adapter_checksums(self, shapes).items()}
 
     def lgrpo_write_weights(self, folder: str, layout: dict) -> None:
-        tensors = {name: tensor.cpu().clone() for name, tensor in read_parts(self._lgrpo_model(), _pairs(layout))}
-        save_file(tensors, f"{folder}/model.safetensors")
+        parts = read_parts(self._lgrpo_model(), _pairs(layout))
+        tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in parts}
+        if self.rank == 0:  # type: ignore[attr-defined] # all workers have them whole
+            save_file(tensors, f"{folder}/model.safetensors")
 
     def _lgrpo_model(self) -> nn.Module:
         return self.model_runner.get_model()  # type: ignore[attr-defined]

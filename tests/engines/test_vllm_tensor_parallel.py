@@ -7,6 +7,7 @@ import torch
 
 from lgrpo import LoRA, Sampling
 from lgrpo.engines import VLLMServerEngine
+from lgrpo.engines.vllm_transfer import read_folder
 from tests.engines.test_vllm import TEXTS, TOLERANCE, mismatch, prompts
 from tests.helpers import MODEL, tiny_policy
 
@@ -22,7 +23,7 @@ SIZES = {  # fewer key and value heads than workers: both have the same
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["weights", "adapters"])
-def test_two_workers(lora, monkeypatch):
+def test_two_workers(lora, monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     torch.manual_seed(0)
     policy = tiny_policy(config=MODEL | SIZES, lora=lora)
@@ -43,5 +44,9 @@ def test_two_workers(lora, monkeypatch):
         assert record.num_bytes == sum(4 * tensor.numel() for tensor in sent.values())
         reported = engine._report(engine.servers[0])
         assert reported.keys() == sent.keys()
+        if lora is None:  # as a server writes them out that got them by other ways than files
+            engine.servers[0].rpc("lgrpo_write_weights", 30, folder=str(tmp_path), layout=engine._layout)
+            written = read_folder(tmp_path)
+            assert all(torch.equal(written[name], tensor) for name, tensor in sent.items())
     finally:
         engine.close()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
 import torch
 
 from lgrpo import CausalPolicy, Prompt, Sampling
-from lgrpo.engines import VLLMEngine, VLLMServerEngine
+from lgrpo.engines import EngineError, VLLMEngine, VLLMServerEngine, vllm_nccl
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+APART = {"NCCL_HOSTID": "trainer", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+APART |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+"""NCCL wants a GPU for each rank; where trainer and server have names of other machines, it speaks through sockets."""
+if torch.cuda.is_available():
+    os.environ |= APART  # now: NCCL reads them once
 
 CONFIG = {
     "model_type": "qwen2",
@@ -57,6 +65,16 @@ def disturb(policy):
             p.mul_(1.5)
 
 
+def server_engine(**settings):
+    return VLLMServerEngine(
+        dtype="bfloat16",
+        gpu_memory_utilization=0.2,
+        max_model_len=256,
+        environment={"NCCL_HOSTID": "server"},
+        **settings,
+    )
+
+
 def test_in_process_with_sleep_mode(policy):
     engine = VLLMEngine(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=256, seeded=True)
     questions, sampling = prompts(), Sampling(max_tokens=64)
@@ -85,11 +103,11 @@ def test_in_process_with_sleep_mode(policy):
     engine.close()
 
 
-@pytest.mark.parametrize("transfer", ["file", "ipc"])
+@pytest.mark.parametrize("transfer", ["file", "ipc", "nccl"])
 def test_a_server_on_the_same_card(policy, transfer):
     if transfer == "ipc":
         pytest.importorskip("ray", reason="vLLM 0.26 wants it for CUDA IPC")
-    engine = VLLMServerEngine(dtype="bfloat16", gpu_memory_utilization=0.2, max_model_len=256, transfer=transfer)
+    engine = server_engine(transfer=transfer)
     try:
         questions, sampling = prompts(), Sampling(max_tokens=64)
         for step in range(2):
@@ -105,5 +123,62 @@ def test_a_server_on_the_same_card(policy, transfer):
             assert mean_mismatch(policy, questions, borrowed) < 0.2
         groups = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
         assert mean_mismatch(policy, questions, groups) > 0.1
+    finally:
+        engine.close()
+
+
+def test_nccl_is_refused_on_the_same_card(policy):
+    engine = VLLMServerEngine(dtype="bfloat16", transfer="nccl", devices=[[torch.cuda.current_device()]])
+    try:
+        with pytest.raises(EngineError, match="is to have the trainer and server 0, and NCCL wants each on a GPU"):
+            engine.load_weights(policy.weights(), 0)
+    finally:
+        engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:recovering from failure")
+def test_nccl_after_a_server_was_killed(policy, monkeypatch):
+    """Between two syncs, and in the middle of a broadcast, which would wait for it for ever."""
+    engine, broadcast = server_engine(transfer="nccl", sync_timeout=60), vllm_nccl.broadcast
+    questions, sampling = prompts(), Sampling(max_tokens=64)
+
+    def kill():
+        os.killpg(engine.servers[0].process.pid, signal.SIGKILL)
+
+    def sync_and_sample(step):
+        start = time.perf_counter()
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.add_(0.01 * torch.randn_like(p))
+        record = engine.load_weights(policy.weights(), step)
+        print(f"sync {step}: {time.perf_counter() - start:.1f} s, {record}")
+        groups = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
+        assert mean_mismatch(policy, questions, groups) < 0.1
+        held = engine.state_dict()["weights"]
+        assert all(torch.equal(held[name], tensor.to(torch.bfloat16).cpu()) for name, tensor in policy.weights())
+
+    def broadcast_to_the_dead(*arguments):
+        kill()
+        broadcast(*arguments)
+
+    try:
+        engine.load_weights(policy.weights(), 0)
+        first = engine._transfer._group
+        sync_and_sample(1)
+        assert engine._transfer._group is first, "one group serves all syncs"
+        kill()
+        sync_and_sample(2)  # which starts another one from files
+        sync_and_sample(3)  # and this one needs a group with it
+        second = engine._transfer._group
+        assert second is not first
+        assert engine.faults["restarts"] == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_nccl, "broadcast", broadcast_to_the_dead)
+            sync_and_sample(4)
+        assert engine._transfer._group is None
+        sync_and_sample(5)
+        assert engine._transfer._group is not second
+        assert engine.faults["restarts"] == 2
+        torch.cuda.synchronize()  # nothing of the broken broadcast is left on the card
     finally:
         engine.close()
