@@ -77,9 +77,11 @@ def make(folder: Path, kind: str | None, saving: bool) -> Run:
 def train(run: Run, checkpoint: Path | None, out: Path) -> None:
     """To the end, from where a checkpoint stands."""
     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint and str(checkpoint))
-    weights = {name: tensor.clone() for name, tensor in run.module.policy_weights()}  # gathered, on both
+    state = {"weights": dict(run.module.policy_weights())}  # gathered, on both
+    if run.module.needs_reference:
+        state["reference"] = dict(run.module.reference_weights())
     if run.trainer.is_global_zero:
-        torch.save({"weights": weights, "lags": run.recorder.lags, "steps": run.trainer.global_step}, out)
+        torch.save(state | {"lags": run.recorder.lags, "steps": run.trainer.global_step}, out)
 
 
 def main() -> None:

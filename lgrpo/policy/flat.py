@@ -48,8 +48,8 @@ def settle(units: list[Unit]) -> None:
 
 
 def gathered(model: nn.Module, units: list[Unit]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by their names, each whole, one unit after the other."""
+    """Tensors by their names, each whole, one unit after the other. While they are taken none is unsettled."""
     for module, names in units:
         with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
-            for name in names:
-                yield name, attrgetter(name)(model).detach().clone()
+            tensors = [attrgetter(name)(model).detach().clone() for name in names]
+        yield from zip(names, tensors, strict=True)
