@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp._runtime_utils import _reshard
@@ -50,6 +51,7 @@ def settle(units: list[Unit]) -> None:
 def gathered(model: nn.Module, units: list[Unit]) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their names, each whole, one unit after the other. While they are taken none is unsettled."""
     for module, names in units:
-        with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
+        unit = FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False)
+        with torch.inference_mode(False), torch.no_grad(), unit:  # vLLM would have inference mode, which leaves marks
             tensors = [attrgetter(name)(model).detach().clone() for name in names]
         yield from zip(names, tensors, strict=True)
