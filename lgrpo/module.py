@@ -149,7 +149,7 @@ class GRPOModule(L.LightningModule):
             # Lightning's own mixed precision would round gradients, and the angles of rotary embeddings, to bfloat16;
             # autocast alone computes what every other strategy does
             self.policy = self.policy.wrap(self.trainer.strategy.mixed_precision)
-            if self.reference is not None:
+            if isinstance(self.reference, CausalPolicy):
                 self.reference = self.reference.wrap(self.trainer.strategy.mixed_precision)
 
     def configure_optimizers(self) -> Any:

@@ -275,6 +275,7 @@ def test_a_policy_spread_over_two_processes(tmp_path, kind):
     one.trainer.fit(one.module, datamodule=one.data)
     assert one.recorder.lags == straight["lags"]
     assert largest_difference(dict(one.module.policy_weights()), straight["weights"]) < 1e-3  # AdamW enlarges rounding
+    assert largest_difference(dict(one.module.reference_weights()), straight["reference"]) < 1e-3
     for precision, tolerance in (("32-true", 1e-5), ("bf16-mixed", 2e-3)):
         spread, alone = torch.load(tmp_path / f"{precision}.pt")["weights"], clipped(None, precision)
         before = {name: tensor.clone() for name, tensor in alone.module.policy_weights()}

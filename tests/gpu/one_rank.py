@@ -36,7 +36,7 @@ CONFIG = {
 
 
 class Watch(RolloutCallback):
-    """Whether the engine holds what the policy is, at the start of each rollout; the policy at the start of each step."""
+    """Whether the engine holds what the policy is, at the start of each rollout; the policy before each step."""
 
     order = 1  # behind the sync
 

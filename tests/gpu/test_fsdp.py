@@ -29,7 +29,7 @@ def test_a_policy_that_is_wrapped(folder, kind):
     seen = torch.load(folder / f"{kind}.pt")
     watch, later = seen["watch"], seen["later"]
     assert seen["steps"] == (4, 4)
-    assert watch["agree"] == [True, False, True, False], "vLLM holds the policy at a sync, and an older one after a step"
+    assert watch["agree"] == [True, False, True, False], "vLLM holds the policy at a sync, then an older one"
     assert watch["dtypes"] == {torch.float32}, "of the weights; bfloat16 is what is computed in"
     assert watch["devices"] == {"cuda"}
     for before, after in zip(range(3), range(1, 4), strict=True):
