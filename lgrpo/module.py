@@ -181,6 +181,11 @@ class GRPOModule(L.LightningModule):
                 "policy.lora with FSDPStrategy: it would keep adapters and what they lie on in one tensor, with "
                 "gradients of all of it. Use configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy)"
             )
+        if self.policy.compile_layers:
+            raise ValueError(
+                "policy.compile with FSDPStrategy: a run with both stood still in its first backward pass. Use "
+                "configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy), or leave compile out"
+            )
         if self.trainer.world_size == 1 and strategy._state_dict_type == "sharded":
             raise ValueError(
                 "FSDPStrategy has one process, over which nothing is spread, so no sharded checkpoint can be written: "

@@ -336,14 +336,15 @@ def test_a_rank_that_dies_while_the_other_is_busy(rank):
 
 
 @pytest.mark.parametrize(
-    ("lora", "state_dict_type", "message"),
+    ("settings", "state_dict_type", "message"),
     [
-        (LoRA(rank=4), "full", r"policy\.lora with FSDPStrategy: .* Use configs/fsdp2\.yaml"),
-        (None, "sharded", r"one process, .* set state_dict_type to full"),
+        ({"lora": LoRA(rank=4)}, "full", r"policy\.lora with FSDPStrategy: .* Use configs/fsdp2\.yaml"),
+        ({"compile": True}, "full", r"policy\.compile with FSDPStrategy: .* or leave compile out"),
+        ({}, "sharded", r"one process, .* set state_dict_type to full"),
     ],
 )
-def test_what_the_first_fsdp_refuses(lora, state_dict_type, message):
-    run = build(policy=tiny_policy(lora=lora))
+def test_what_the_first_fsdp_refuses(settings, state_dict_type, message):
+    run = build(policy=tiny_policy(**settings))
     run.trainer._accelerator_connector.strategy = FSDPStrategy(state_dict_type=state_dict_type)  # none for a CPU
     run.module.trainer = run.trainer
     with pytest.raises(ValueError, match=message):
