@@ -183,7 +183,7 @@ class GRPOModule(L.LightningModule):
             )
         if self.policy.compile_layers:
             raise ValueError(
-                "policy.compile with FSDPStrategy: two CPU processes with both did not end in ten minutes. Use "
+                "policy.compile with FSDPStrategy: the two together have not been seen working. Use "
                 "configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy), or leave compile out"
             )
         if self.trainer.world_size == 1 and strategy._state_dict_type == "sharded":
