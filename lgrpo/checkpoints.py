@@ -215,6 +215,8 @@ def read_sharded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         whole = Path(place) / "whole.pt"
         dcp_to_torch_save(folder, whole)
         spread = torch.load(whole, map_location="cpu", weights_only=True)
+    if "model" in spread:  # so FSDPStrategy calls it
+        spread["state_dict"] = spread.pop("model")
     return torch.load(folder / META, map_location="cpu", weights_only=True), spread
 
 

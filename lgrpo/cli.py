@@ -314,6 +314,8 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    for text in ("Please use DTensor instead", "`_get_pg_default_device` will be", "Multiple backends are registered"):
+        warnings.filterwarnings("ignore", message=text)  # torch's first FSDP, of itself
 
 
 def with_config_of_run(args: list[str]) -> list[str]:

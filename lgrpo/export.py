@@ -238,7 +238,7 @@ def _plain(value: Any) -> Any:
 def consolidate_command(args: list[str]) -> None:
     """``lgrpo consolidate FOLDER FILE``: a sharded checkpoint as one file."""
     parser = argparse.ArgumentParser("lgrpo consolidate", description="Makes one file of a sharded checkpoint.")
-    parser.add_argument("folder", type=Path, help="checkpoint of a run whose policy is spread over ranks (FSDP2)")
+    parser.add_argument("folder", type=Path, help="checkpoint of a run whose policy is spread over ranks (FSDP, FSDP2)")
     parser.add_argument("file", type=Path, help="checkpoint to write, for lgrpo validate and test, or to look into")
     own = parser.parse_args(args)
     try:

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.functional import kl_divergence, quick_products
@@ -106,10 +107,9 @@ class GRPOModule(L.LightningModule):
     @torch.no_grad()
     def policy_logprobs(self, batch: RolloutBatch) -> Tensor:
         """log π_θ of a batch's tokens as ``training_step`` sees it, on the batch's device, without gradient."""
+        device = self.trainer.strategy.root_device  # FSDPStrategy does not tell the module
         with self.trainer.precision_plugin.forward_context():
-            logprobs, _ = self.policy(
-                batch.tokens.to(self.device), batch.completion_mask.to(self.device), batch.temperature
-            )
+            logprobs, _ = self.policy(batch.tokens.to(device), batch.completion_mask.to(device), batch.temperature)
         return logprobs.to(batch.tokens.device)
 
     def policy_weights(self) -> PolicyWeights:
@@ -146,6 +146,12 @@ class GRPOModule(L.LightningModule):
             self.policy.shard(self.device_mesh["data_parallel"])
             if self.reference is not None:
                 self.reference.shard(self.device_mesh["data_parallel"])
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            # Lightning's own mixed precision would round gradients, and the angles of rotary embeddings, to bfloat16;
+            # autocast alone computes what every other strategy does
+            self.policy = self.policy.wrap(self.trainer.strategy.mixed_precision)
+            if isinstance(self.reference, CausalPolicy):
+                self.reference = self.reference.wrap(self.trainer.strategy.mixed_precision)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(p for p in self.policy.parameters() if p.requires_grad)
@@ -156,10 +162,7 @@ class GRPOModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         self.amplifications.forget()
         if isinstance(self.trainer.strategy, FSDPStrategy):
-            raise ValueError(
-                "trainer.strategy is FSDPStrategy, the first FSDP, which lgrpo does not gather weights from. Use its "
-                "successor: configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy)"
-            )
+            self._check_flat(self.trainer.strategy)
         if stage != "fit":
             return
         self.proximal, self._reference_logprobs = ProximalMemory(), {}
@@ -170,6 +173,24 @@ class GRPOModule(L.LightningModule):
             raise ValueError(
                 f"trainer.precision {precision} rounds every float of a batch, behaviour log-probabilities too: "
                 "-7.123456 becomes -7.125, and the ratio is wrong at lag 0. Use bf16-mixed"
+            )
+
+    def _check_flat(self, strategy: FSDPStrategy) -> None:
+        """What the first FSDP cannot do."""
+        if self.policy.lora is not None:
+            raise ValueError(
+                "policy.lora with FSDPStrategy: it would keep adapters and what they lie on in one tensor, with "
+                "gradients of all of it. Use configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy)"
+            )
+        if self.policy.compile_layers:
+            raise ValueError(
+                "policy.compile with FSDPStrategy: the two together have not been seen working. Use "
+                "configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy), or leave compile out"
+            )
+        if self.trainer.world_size == 1 and strategy._state_dict_type == "sharded":
+            raise ValueError(
+                "FSDPStrategy has one process, over which nothing is spread, so no sharded checkpoint can be written: "
+                "raise trainer.devices, or set state_dict_type to full in trainer.strategy.init_args"
             )
 
     def train(self, mode: bool = True) -> GRPOModule:
@@ -203,6 +224,22 @@ class GRPOModule(L.LightningModule):
         # Lightning divides by the number of micro-batches and averages over ranks; the totals have done both already
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """As Lightning does, and where it refuses: the first FSDP's norm over ranks, fused optimizers in bfloat16."""
+        algorithm, precision = GradClipAlgorithmType(gradient_clip_algorithm or "norm"), self.trainer.precision_plugin
+        is_norm = algorithm == GradClipAlgorithmType.NORM
+        if isinstance(self.policy, FullyShardedDataParallel) and gradient_clip_val and is_norm:
+            self.policy.clip_grad_norm_(gradient_clip_val)
+        elif isinstance(precision, MixedPrecision) and precision.scaler is None and gradient_clip_val:
+            Precision.clip_gradients(precision, optimizer, gradient_clip_val, algorithm)  # nothing is scaled there
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
         with quick_products(loss.device, self.policy.dtype):
             super().backward(loss, *arguments, **options)
@@ -223,16 +260,6 @@ class GRPOModule(L.LightningModule):
         figures |= self._rollout_metrics | self._noted
         self._noted.clear()  # what goes wrong from here on is told in the next row
         self._publish(figures)
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        precision = self.trainer.precision_plugin
-        if isinstance(precision, MixedPrecision) and precision.scaler is None and gradient_clip_val:
-            algorithm = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
-            Precision.clip_gradients(precision, optimizer, gradient_clip_val, algorithm)  # a fused optimizer's too
-        else:
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         self.amplifications[batch.task].update(batch.correct, batch.answers, batch.reference_correct)

@@ -19,7 +19,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 
-from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, TransformersEngine, WeightSync, ZeroVarianceMask
+from lgrpo import (
+    ClippedLoss,
+    LoRA,
+    ReferenceRefresh,
+    RolloutCallback,
+    TransformersEngine,
+    WeightSync,
+    ZeroVarianceMask,
+)
 from lgrpo.callbacks import AdaptiveWeightSync, ExactResume, FiniteSteps, GracefulInterrupt
 from lgrpo.callbacks.finite_steps import NonFiniteError
 from lgrpo.checkpoints import PART, is_whole, newest_checkpoint, sweep_parts
@@ -32,7 +40,7 @@ from lgrpo.rewards import Reward
 from lgrpo.settings import ResumeError
 from lgrpo.tasks import SortDigits
 from lgrpo.types import RolloutBatch
-from tests.helpers import build, fit, largest_difference
+from tests.helpers import build, fit, largest_difference, tiny_policy
 from tests.processes import until_nobody_lives
 from tests.two_shards import adapted, clipped, make
 
@@ -253,37 +261,40 @@ class TestDamage:
         assert not list(folder.glob(f"*{PART}"))
 
 
-def test_a_policy_spread_over_two_processes(tmp_path):
-    """FSDP2: from inside a cycle and inside a rollout the end is the same to the bit; its checkpoints are folders."""
-    command = [sys.executable, "-m", "tests.two_shards", str(tmp_path), "3", "6"]
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp2"])
+def test_a_policy_spread_over_two_processes(tmp_path, kind):
+    """From inside a cycle and inside a rollout the end is the same to the bit; its checkpoints are folders."""
+    command = [sys.executable, "-m", "tests.two_shards", kind, str(tmp_path), "3", "6"]
     subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[1], capture_output=True)
     straight, *resumed = (torch.load(tmp_path / f"from-{step}.pt") for step in (0, 3, 6))
     for step, end in zip((3, 6), resumed, strict=True):
         assert end["steps"] == straight["steps"] == 10
         assert end["lags"] == straight["lags"][step:]
         assert largest_difference(straight["weights"], end["weights"]) == 0, f"from step {step}"
-    one = make(tmp_path / "one", devices=1, saving=False)
+    one = make(tmp_path / "one", None, saving=False)
     one.trainer.fit(one.module, datamodule=one.data)
     assert one.recorder.lags == straight["lags"]
     assert largest_difference(dict(one.module.policy_weights()), straight["weights"]) < 1e-3  # AdamW enlarges rounding
+    assert largest_difference(dict(one.module.reference_weights()), straight["reference"]) < 1e-3
     for precision, tolerance in (("32-true", 1e-5), ("bf16-mixed", 2e-3)):
-        spread, alone = torch.load(tmp_path / f"{precision}.pt"), clipped(1, precision)
+        spread, alone = torch.load(tmp_path / f"{precision}.pt")["weights"], clipped(None, precision)
         before = {name: tensor.clone() for name, tensor in alone.module.policy_weights()}
         alone.trainer.fit(alone.module, datamodule=alone.data)
         assert {tensor.dtype for tensor in spread.values()} == {torch.float32}
         assert largest_difference(spread, before) > 0.004
         assert largest_difference(spread, dict(alone.module.policy_weights())) < tolerance, precision
-    with_adapters = adapted(1)
-    with_adapters.trainer.fit(with_adapters.module, datamodule=with_adapters.data)
-    spread = torch.load(tmp_path / "adapted.pt")
-    assert largest_difference(spread, dict(with_adapters.module.policy_weights())) < 1e-4
+    if kind == "fsdp2":
+        with_adapters = adapted(None)
+        with_adapters.trainer.fit(with_adapters.module, datamodule=with_adapters.data)
+        spread = torch.load(tmp_path / "adapted.pt")["weights"]
+        assert largest_difference(spread, dict(with_adapters.module.policy_weights())) < 1e-4
     checkpoint = tmp_path / "step=10.ckpt"
     assert not list(tmp_path.glob(f"*{PART}"))
     assert is_whole(checkpoint)
     main(["consolidate", str(checkpoint), str(tmp_path / "one.ckpt")])
     with pytest.raises(SystemExit, match="exists already"):
         main(["consolidate", str(checkpoint), str(tmp_path / "one.ckpt")])
-    one = make(tmp_path / "one", devices=1, saving=False)
+    one = make(tmp_path / "one", None, saving=False)
     optimizer = torch.load(tmp_path / "one.ckpt", weights_only=True)["optimizer_states"][0]
     assert [tensor["step"] for tensor in optimizer["state"].values()] == [10] * len(
         dict(one.module.policy.named_parameters())
@@ -294,7 +305,7 @@ def test_a_policy_spread_over_two_processes(tmp_path):
     held = dict(straight["weights"])
     assert step == 10
     assert largest_difference(held, {name: exported[f"policy.model.{name}"] for name in held}) == 0
-    again = make(tmp_path / "one", devices=1, saving=False)
+    again = make(tmp_path / "one", None, saving=False)
     with pytest.raises(ResumeError, match="world size was 2, here it is 1"):
         again.trainer.fit(again.module, datamodule=again.data, ckpt_path=str(tmp_path / "one.ckpt"))
     (shard, _) = sorted(checkpoint.glob("*.distcp"))
@@ -324,11 +335,19 @@ def test_a_rank_that_dies_while_the_other_is_busy(rank):
     assert re.search(rf"lgrpo: rank {rank} \(process \d+ on .*\) {fate}", done.stderr)
 
 
-def test_the_first_fsdp_is_refused():
-    run = build()
-    run.trainer._accelerator_connector.strategy = FSDPStrategy()  # Lightning has none for a CPU
+@pytest.mark.parametrize(
+    ("settings", "state_dict_type", "message"),
+    [
+        ({"lora": LoRA(rank=4)}, "full", r"policy\.lora with FSDPStrategy: .* Use configs/fsdp2\.yaml"),
+        ({"compile": True}, "full", r"policy\.compile with FSDPStrategy: .* or leave compile out"),
+        ({}, "sharded", r"one process, .* set state_dict_type to full"),
+    ],
+)
+def test_what_the_first_fsdp_refuses(settings, state_dict_type, message):
+    run = build(policy=tiny_policy(**settings))
+    run.trainer._accelerator_connector.strategy = FSDPStrategy(state_dict_type=state_dict_type)  # none for a CPU
     run.module.trainer = run.trainer
-    with pytest.raises(ValueError, match=r"Use its successor: configs/fsdp2\.yaml"):
+    with pytest.raises(ValueError, match=message):
         run.module.setup("fit")
 
 

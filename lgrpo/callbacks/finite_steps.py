@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +49,7 @@ class FiniteSteps(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         finite = is_finite([p.grad for p in parameters if p.grad is not None])

@@ -51,10 +51,11 @@ class SupervisedWarmStart(L.Callback):
             return
         policy = cast(CausalPolicy, pl_module.policy)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=self.learning_rate)
+        device = trainer.strategy.root_device
         pl_module.train()
         for step in range(self.num_steps):
             tokens, mask = self._batch(trainer, step)
-            logprobs, _ = policy(tokens.to(pl_module.device), mask.to(pl_module.device), temperature=1.0)
+            logprobs, _ = policy(tokens.to(device), mask.to(device), temperature=1.0)
             loss = -logprobs.sum() / mask.sum()
             optimizer.zero_grad()
             loss.backward()

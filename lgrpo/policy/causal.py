@@ -9,12 +9,12 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -32,7 +32,7 @@ from lgrpo.functional import (
     quick_products,
     tensor_checksum,
 )
-from lgrpo.policy import adapters
+from lgrpo.policy import adapters, flat
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.characters import character_tokenizer
@@ -103,6 +103,7 @@ class CausalPolicy(nn.Module):
         self.chunk_size = chunk_size
         self.lora = lora
         self.trust_remote_code = trust_remote_code
+        self._units: list[flat.Unit] = []  # of a policy that is spread by the first FSDP
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -173,7 +174,7 @@ class CausalPolicy(nn.Module):
         if self.lora is not None:
             adapters.add_adapter(self.model, self.lora, self.model.get_output_embeddings())
         if self.compile_layers:
-            for layer in self.model.base_model.layers:
+            for layer in self._layers:
                 layer.compile(dynamic=True)
 
     def forward(
@@ -224,14 +225,25 @@ class CausalPolicy(nn.Module):
     def shard(self, mesh: DeviceMesh) -> None:
         """Spreads the weights over processes (FSDP2), layer by layer. Does nothing the second time."""
         if not isinstance(self, FSDPModule):
-            for layer in self.model.base_model.layers:
+            for layer in self._layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self, mesh=mesh)
+
+    def wrap(self, mixed_precision: MixedPrecision | None) -> CausalPolicy:
+        """Itself in a wrapper that spreads the weights over processes, layer by layer: the first FSDP.
+
+        Its other settings are those of ``enable_wrap`` around the call. What the wrapper does not know it asks the
+        policy for. Does nothing the second time.
+        """
+        if not self._units:
+            self._units = flat.wrap_layers(self, self.model, self._layers, mixed_precision)
+        return cast(CausalPolicy, self._units[0].module)
 
     def settle(self) -> None:
         """Gives back what a pass without gradients has gathered: every process holds its own part again."""
         if isinstance(self, FSDPModule):
             self.reshard()
+        flat.settle(self._units)
 
     def weights(self) -> PolicyWeights:
         """The weights by their Hugging Face names, a tied head under both of its names.
@@ -284,10 +296,18 @@ class CausalPolicy(nn.Module):
     def _gathered(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the model, each whole."""
         self.settle()
+        if self._units:
+            yield from flat.gathered(self.model, self._units)
+            return
         for name, tensor in self.model.state_dict().items():
             if wanted(name):
                 tensor = tensor.detach()
                 yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        """The transformer blocks."""
+        return self.model.base_model.layers
 
     @property
     def _packs(self) -> bool:
