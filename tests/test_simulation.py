@@ -31,7 +31,7 @@ from tests.benchmarks.overlap import simulated
 from tests.helpers import build
 
 RESULTS = Path(__file__).parent / "benchmarks" / "results"
-STEP = RESULTS / "step-nvidia-h200-1.5b.json"
+STEP = RESULTS / "simulation_h200.json"
 STAGES = RESULTS / "vllm_stages.json"
 
 

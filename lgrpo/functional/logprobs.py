@@ -55,8 +55,11 @@ class _TokenLogprobs(torch.autograd.Function):
 def _read(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies, and what the logits are normalised by."""
     scaled = logits.float() / temperature
-    normaliser = scaled.logsumexp(-1)
-    entropy = normaliser - ((scaled - normaliser.unsqueeze(-1)).exp() * scaled).sum(-1)
+    largest = scaled.amax(-1)
+    weights = (scaled - largest.unsqueeze(-1)).exp()
+    total = weights.sum(-1)
+    normaliser = largest + total.log()
+    entropy = normaliser - (weights * scaled).sum(-1) / total  # beside the other sum, in the same pass
     return scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser, entropy, normaliser
 
 
@@ -70,7 +73,8 @@ def _slope(logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    """One graph for whole chunks and one for those of any other length; the vocabulary is a constant in both."""
+    return torch.compile(function)
 
 
 def chunked_token_logprobs(

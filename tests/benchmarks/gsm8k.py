@@ -149,6 +149,7 @@ def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     run, start = options.folder / f"{name}-{seed}", time.perf_counter()
     log = options.folder / f"{name}-{seed}.log"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
     given = command(options, arm, seed, run)
     if any(run.glob("checkpoints/*")):
         given.append("--ckpt_path=last")

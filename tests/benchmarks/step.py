@@ -49,7 +49,7 @@ SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
 }
 SETTINGS = ("workload", "v", "prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens")
 SETTINGS += ("micro_batches", "steps", "warm_up", "checkpointing", "compile", "liger", "continuous_batching")
-SETTINGS += ("threads", "clock")
+SETTINGS += ("threads", "clock", "engine_memory")
 
 
 def machine_name(device: str) -> str:
@@ -209,7 +209,8 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     options.peak_flops = H200 if options.device == "cuda" else matmul_peak(options.clock)
     results: dict[str, Any] = {"machine": machine, "device": options.device, "model": model}
-    results["versions"] = {name: version(name) for name in ("torch", "transformers", "trl", "lightning")}
+    packages = ("torch", "transformers", "trl", "lightning", *(["vllm"] if options.device == "cuda" else []))
+    results["versions"] = {name: version(name) for name in packages}
     results |= {"peak_flops": options.peak_flops, "runs": []}
     workloads: list[str] = options.workload
     with tempfile.TemporaryDirectory() as name:

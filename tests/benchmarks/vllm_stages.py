@@ -1,7 +1,7 @@
 """Where the time of a run with vLLM in process goes: ``python -m tests.benchmarks.vllm_stages``.
 
 Random weights of a Qwen2 shape, by the same module, data module and callbacks as any run. The first rollout is left out
-as warm-up, and from the next on cycles of v are counted. Each run adds a row to ``results/vllm_stages.jsonl``.
+as warm-up, and from the next on cycles of v are counted. Results are in ``results/vllm_stages-….json``.
 
     python -m tests.benchmarks.vllm_stages --v 1 10                                        # 1.5B, 448 × 512 tokens
     python -m tests.benchmarks.vllm_stages --strategy fsdp                                 # or fsdp2; a world of one
@@ -32,7 +32,7 @@ from tests.benchmarks.stages import forget_peak_memory, peak_memory
 from tests.benchmarks.workload import SHAPES, prescribe_vllm
 from tests.helpers import Logged
 
-OUT = Path(__file__).parent / "results" / "vllm_stages.jsonl"
+RESULTS = Path(__file__).parent / "results"
 STAGES = ("sync", "generate", "score", "update", "wait")
 
 
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--profile", type=Path, help="write where Python's time goes in the last run")
     parser.add_argument("--kernels", type=Path, help="write where the GPU's time goes in an update")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
     options = parser.parse_args()
 
     cuda = torch.cuda.is_available()
@@ -173,11 +173,18 @@ def main() -> None:
         dtype="bfloat16" if cuda else None, max_model_len=longest, gpu_memory_utilization=options.engine_memory
     )
     prescribe_vllm([options.completion_tokens] * 10**6)
-    about = {
+    kind = [
+        options.shape,
+        *(["lora"] if options.lora else []),
+        *([options.strategy] if options.strategy != "one" else []),
+    ]
+    out = options.out or RESULTS / f"vllm_stages-{'-'.join(kind)}.json"
+    results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "torch": torch.__version__,
         "vllm": __import__("vllm").__version__,
         "settings": {k: v for k, v in vars(options).items() if k not in ("out", "v", "profile", "kernels")},
+        "runs": [],
     }
     profile = cProfile.Profile()
     for number, v in enumerate(options.v, start=1):
@@ -185,8 +192,8 @@ def main() -> None:
             profile.enable()
         found = run(module, engine, v, options)
         profile.disable()
-        with options.out.open("a") as file:
-            file.write(json.dumps(about | found) + "\n")
+        results["runs"].append(found)
+        out.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(found, indent=1), flush=True)
     if options.profile:
         with options.profile.open("w") as file:
