@@ -70,6 +70,7 @@ class RolloutOwner(Protocol):
     task: Task
     train_prompts: PromptPlaces
     sampling: Sampling
+    micro_batch_tokens: int | None
     seed: int
 
     def resume_settings(self) -> Settings: ...

@@ -29,6 +29,7 @@ from lgrpo.loggers import guard
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
 from lgrpo.policy import AdapterReference, CausalPolicy, is_reference
+from lgrpo.policy.memory import activation_bytes, local_bytes, logit_bytes, refuse_what_does_not_fit
 from lgrpo.settings import (
     ResumeError,
     Settings,
@@ -192,6 +193,21 @@ class GRPOModule(L.LightningModule):
                 "FSDPStrategy has one process, over which nothing is spread, so no sharded checkpoint can be written: "
                 "raise trainer.devices, or set state_dict_type to full in trainer.strategy.init_args"
             )
+
+    def on_fit_start(self) -> None:
+        budget, device = rollout_owner(self.trainer).micro_batch_tokens, self.trainer.strategy.root_device
+        if budget is None or device.type != "cuda":
+            return
+        trained = sum(local_bytes(p) for p in self.policy.parameters() if p.requires_grad)
+        bytes_each = 2 if "16" in str(self.trainer.precision) else 4
+        config, checkpointed = self.policy.model.config, self.policy.gradient_checkpointing
+        refuse_what_does_not_fit(
+            budget,
+            activation_bytes(config, budget, bytes_each, checkpointed),
+            logit_bytes(config, budget, self.policy.chunk_size),
+            3 * trained,  # gradients, and two moments at most
+            torch.cuda.mem_get_info(device)[0],
+        )
 
     def train(self, mode: bool = True) -> GRPOModule:
         super().train(mode)

@@ -9,7 +9,9 @@ import torch
 from jsonargparse import Namespace
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from lgrpo.data.micro_batches import micro_batches_for
 from lgrpo.policy import CausalPolicy, LoRA, add_adapter
+from lgrpo.policy.memory import activation_bytes, in_words, logit_bytes
 
 
 def policy_of(config: Namespace) -> CausalPolicy:
@@ -28,10 +30,13 @@ def plan(config: Namespace) -> str:
     prompts, group, reuse = data.num_prompts, data.group_size, data.reuse
     completions = prompts * group
     longest = data.sampling.max_tokens
-    micro_batches = trainer.accumulate_grad_batches
     devices = str(trainer.devices)
     num_ranks = max(1, int(devices) if devices.isdecimal() else 1) * trainer.num_nodes
     ranks = "1 device" if num_ranks == 1 else f"each of {num_ranks} devices"
+    budget, micro_batches = data.micro_batch_tokens, trainer.accumulate_grad_batches
+    if budget is not None:  # prompts are not loaded here: the longest one allowed stands for them
+        longest_row = longest + (data.max_prompt_tokens or 0)
+        micro_batches = micro_batches_for(completions // num_ranks, longest_row, budget)
     piece = completions / micro_batches / num_ranks
     rows = [
         ("schedule", _adaptive_schedule(adaptive, reuse) if adaptive else _schedule(period, reuse)),
@@ -40,7 +45,7 @@ def plan(config: Namespace) -> str:
             f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each",
         ),
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
-        ("micro-batches", f"{micro_batches} in each step on {ranks}, about {piece:g} completions each"),
+        ("micro-batches", _micro_batches(micro_batches, ranks, piece, budget)),
         ("sync", _adaptive_sync(adaptive) if adaptive else _sync(period, reuse)),
         ("lags that occur", _lags(adaptive.maximum if adaptive else period, reuse, at_most=adaptive is not None)),
         *_whole_run(config, adaptive.maximum if adaptive else period, adaptive.minimum if adaptive else None),
@@ -49,6 +54,12 @@ def plan(config: Namespace) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _micro_batches(number: int, ranks: str, piece: float, budget: int | None) -> str:
+    if budget is None:
+        return f"{number} in each step on {ranks}, about {piece:g} completions each"
+    return f"at least {number} in each step on {ranks}, of {budget:,} tokens at most (longer prompts make it more)"
 
 
 def _schedule(period: int | None, reuse: int) -> str:
@@ -147,23 +158,18 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
             "reference": trained * needs_reference,
         }
     text = architecture.get_text_config()
-    activation_bytes = 2 if "bf16" in str(config.trainer.precision) else 4
-    per_layer = (
-        text.hidden_size
-        if settings["gradient_checkpointing"]
-        else 10 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
-    )
-    activations = tokens * text.num_hidden_layers * per_layer * activation_bytes
-    logits = 3 * min(settings["chunk_size"], tokens) * text.vocab_size * 4
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in held.items() if size)
+    bytes_of_one = 2 if "bf16" in str(config.trainer.precision) else 4
+    activations = activation_bytes(architecture, tokens, bytes_of_one, settings["gradient_checkpointing"])
+    logits = logit_bytes(architecture, tokens, settings["chunk_size"])
+    parts = ", ".join(f"{name} {in_words(size)}" for name, size in held.items() if size)
     adapters = "" if policy.lora is None else f", of which none is trained, but {num_trained:,} of adapters"
     return [
         ("policy", f"{num_parameters:,} parameters, {text.model_type}, {settings['dtype']}{adapters}"),
-        ("memory, held", f"{_size(sum(held.values()))}: {parts}"),
+        ("memory, held", f"{in_words(sum(held.values()))}: {parts}"),
         (
             "memory, in a step",
-            f"about {_size(activations + logits)} at worst: activations {_size(activations)}, logits {_size(logits)} "
-            "(prompts not counted)",
+            f"about {in_words(activations + logits)} at worst: activations {in_words(activations)}, logits "
+            f"{in_words(logits)} (prompts not counted)",
         ),
     ]
 
@@ -182,10 +188,6 @@ def _needs_reference(loss: Namespace) -> bool:
     return loss.init_args.get("kl_coef", 0) > 0 or any(
         getattr(locate(part.class_path), "needs_reference", False) for part in parts
     )
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _num_parameters(architecture: PretrainedConfig, trust_remote_code: bool, lora: LoRA | None) -> tuple[int, int]:

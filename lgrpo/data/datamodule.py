@@ -22,6 +22,7 @@ from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.compare import set_advantages
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator
 from lgrpo.data.late import LateGroups, completions_of, join_late
+from lgrpo.data.micro_batches import keep_to_budget
 from lgrpo.data.prompts import DifficultySampling, Prompts, PromptSet, load_prompts
 from lgrpo.data.recompute import recompute_logprobs
 from lgrpo.data.recorded import prepare_engine
@@ -59,6 +60,7 @@ class RolloutDataModule(L.LightningDataModule):
         generate_ahead: bool = False,
         lead: NonNegativeInt = 0,
         max_lag: NonNegativeInt | None = None,
+        micro_batch_tokens: PositiveInt | None = None,
         max_prompt_tokens: PositiveInt | None = None,
         overlong_prompts: Literal["error", "drop"] = "error",
         difficulty: DifficultySampling | None = None,
@@ -86,6 +88,8 @@ class RolloutDataModule(L.LightningDataModule):
             lead: o, how many rollouts before it is trained on a rollout is sampled: the lag grows by that much.
             max_lag: A completion older than this many optimizer steps is never trained on; by default any is. Recorded
                 ones have no age in this run.
+            micro_batch_tokens: Most tokens of a micro-batch, prompts included: trainer.accumulate_grad_batches is set
+                so that no lengths can exceed it. The gradient stays the same.
             max_prompt_tokens: Longest prompt; by default what the model's context leaves beside a completion.
             overlong_prompts: What becomes of a longer one.
             difficulty: Draw training prompts by their difficulty; by default all alike.
@@ -122,6 +126,7 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError(f"data.benchmarks has {bad}: a name is what its figures are logged under, without a slash")
         self.lead = int(lead)
         self.max_lag = max_lag
+        self.micro_batch_tokens = micro_batch_tokens
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong_prompts: Literal["error", "drop"] = overlong_prompts
         self.difficulty = difficulty
@@ -161,6 +166,10 @@ class RolloutDataModule(L.LightningDataModule):
             self._rollout, self._late = None, LateGroups()  # nothing of an earlier fit stays
             self.train_prompts = self._prompts(self.task, "train", self.sampling)
             self._fingerprint = self.train_prompts.fingerprint()
+            if self.micro_batch_tokens is not None:
+                num_rows = self.num_prompts // trainer.world_size * self.group_size
+                longest = self.train_prompts.longest + self.sampling.max_tokens
+                keep_to_budget(trainer, num_rows, longest, self.micro_batch_tokens)
             prepare_engine(self.engine, self, self.train_prompts, self.schedule.end_of_run(trainer), module)
             if self.dynamic_sampling is not None and self.train_prompts.is_streamed:
                 raise ValueError("data.dynamic_sampling draws prompts from anywhere: a streamed set cannot give them")

@@ -47,6 +47,11 @@ class Prompts(ABC):
     def at(self, position: int) -> Prompt:
         """The prompt at a position of the run."""
 
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """No prompt has more tokens."""
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A few letters that stand for which prompts these are."""
@@ -116,6 +121,10 @@ class PromptSet(Prompts):
             self._order = (epoch, self._permutation(epoch) if self._bounds is None else self._draw(epoch, self._bounds))
         return self._items[self._order[1][offset]].at(position)
 
+    @property
+    def longest(self) -> int:
+        return max(len(item.token_ids) for item in self._items)
+
     def fingerprint(self) -> str:
         return f"{len(self)} prompts, {fingerprint(item.text for item in self._items)}"
 
@@ -178,6 +187,10 @@ class StreamedPrompts(Prompts):
             while self._next <= position:
                 self._read_on(is_wanted=self._next == position)
         return self._kept[position].at(position)
+
+    @property
+    def longest(self) -> int:
+        return self._max_tokens
 
     def fingerprint(self) -> str:
         """Of the first one alone: nobody has seen the rest."""

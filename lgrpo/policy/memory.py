@@ -1,0 +1,53 @@
+"""How much memory an update takes, from the sizes of the model alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+
+def activation_bytes(config: PretrainedConfig, tokens: float, bytes_each: int, checkpointed: bool) -> float:
+    """What the layers keep of a micro-batch for the backward pass. With checkpointing: the input of each."""
+    text = config.get_text_config()
+    kept = 10 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
+    return tokens * text.num_hidden_layers * (text.hidden_size if checkpointed else kept) * bytes_each
+
+
+def logit_bytes(config: PretrainedConfig, tokens: float, chunk_size: int) -> float:
+    """Logits of a chunk: themselves, their gradient, and room for a copy."""
+    return 3 * min(chunk_size, tokens) * config.get_text_config().vocab_size * 4
+
+
+def local_bytes(parameter: Tensor) -> int:
+    """Of a parameter, this process's part."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return own.numel() * own.element_size()
+
+
+def refuse_what_does_not_fit(budget: int, activations: float, logits: float, state: float, free: float) -> None:
+    """An error where a micro-batch of that many tokens needs more memory than there is.
+
+    Args:
+        budget: Tokens of a micro-batch.
+        activations: Bytes the layers keep of it.
+        logits: Bytes of logits at a time.
+        state: Bytes of gradients and optimizer, which are not there yet.
+        free: Bytes there are.
+    """
+    if activations + logits + state > free:
+        fitting = max(0, int(budget * (free - logits - state) / activations))
+        raise ValueError(
+            f"micro-batches of data.micro_batch_tokens {budget:,} would need about {in_words(activations + logits)} "
+            f"beside {in_words(state)} of gradients and optimizer, and {in_words(free)} are free: about {fitting:,} "
+            "tokens fit. Lower it, set policy.gradient_checkpointing, or lower policy.chunk_size"
+        )
+
+
+def in_words(num_bytes: float) -> str:
+    """A size as people read it.
+
+    >>> in_words(3 * 2**29)
+    '1.5 GiB'
+    """
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,59 @@
+"""A step cut into micro-batches by a budget of tokens."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+
+from lgrpo.data.micro_batches import micro_batches_for
+from lgrpo.policy.memory import refuse_what_does_not_fit
+from tests.helpers import a_batch, fit, largest_difference
+
+
+class Sizes(L.Callback):
+    """Tokens of every micro-batch."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.sizes.append(int(batch.lengths.sum()))
+
+
+@pytest.mark.parametrize("budget", [10, 11, 25, 40, 80])
+def test_no_lengths_exceed_the_budget(budget):
+    for seed in range(40):
+        batch = a_batch(size=24, seed=seed)
+        if seed == 0:
+            batch.attention_mask[:], batch.completion_mask[:, 1:], batch.loss_mask[:, 1:] = True, True, True
+        pieces = batch.split(micro_batches_for(len(batch), 10, budget))
+        assert max(int(piece.lengths.sum()) for piece in pieces) <= budget
+        assert sum(len(piece) for piece in pieces) == len(batch)
+
+
+def test_a_run_keeps_to_it_and_its_gradient_is_the_same():
+    whole = fit(rollouts=2)
+    run = fit(rollouts=2, data={"micro_batch_tokens": 30}, callbacks=[seen := Sizes()])
+    longest = run.data.train_prompts.longest + 6
+    assert run.trainer.accumulate_grad_batches == -(-16 // (30 // longest)) > 1
+    assert len(seen.sizes) == 2 * run.trainer.accumulate_grad_batches
+    assert max(seen.sizes) <= 30
+    assert largest_difference(run.weights, whole.weights) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("data", "trainer", "message"),
+    [
+        ({"micro_batch_tokens": 7}, {}, "micro_batch_tokens is 7, but a single completion may have"),
+        ({"micro_batch_tokens": 30}, {"accumulate_grad_batches": 3}, "accumulate_grad_batches is 3: set one of"),
+    ],
+)
+def test_what_cannot_be(data, trainer, message):
+    with pytest.raises(ValueError, match=message):
+        fit(data=data, trainer=trainer)
+
+
+def test_more_than_there_is_memory_for():
+    refuse_what_does_not_fit(1000, activations=6e9, logits=1e9, state=2e9, free=10e9)
+    with pytest.raises(ValueError, match=r"about 10\.2 GiB beside 1\.9 GiB .* about 700 tokens fit"):
+        refuse_what_does_not_fit(1000, activations=10e9, logits=1e9, state=2e9, free=10e9)
