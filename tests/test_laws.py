@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -333,3 +334,16 @@ def test_positions_of_prompts_run_on():
     positions = [p for batch in run.recorder.rollouts for p in batch.positions[::4].tolist()]
     assert positions == list(range(24))
     assert all(b.rollout == a.rollout + 1 for a, b in pairwise(run.recorder.rollouts))
+
+
+def test_a_fused_optimizer_is_clipped_like_any_other():
+    """In bfloat16, where nothing is scaled; Lightning refuses it."""
+
+    def clipped(**own):
+        trainer = {"precision": "bf16-mixed", "gradient_clip_val": 1e-3}
+        return fit(rollouts=2, trainer=trainer, optimizer=partial(torch.optim.SGD, **own))
+
+    fused, plain = clipped(fused=True), clipped()
+    assert largest_difference(fused.weights, plain.weights) < 1e-7
+    unclipped = fit(rollouts=2, trainer={"precision": "bf16-mixed"}, optimizer=torch.optim.SGD)
+    assert largest_difference(fused.weights, unclipped.weights) > 1e-5
