@@ -111,6 +111,7 @@ class VLLMEngine(RolloutEngine):
         self._kept: dict[str, Tensor] = {}
         """The weights while they are in no engine."""
         self._asleep: set[str] = set()
+        self._is_settled = False
         self._base: NamedTensors | None = None
         """The weights below the adapters, where only adapters travel."""
         self._request: Any = None
@@ -237,6 +238,10 @@ class VLLMEngine(RolloutEngine):
         """Sleeps: with its weights in host memory, or without them where they will not be sampled from again."""
         if self._llm is not None and self._sleeps and len(self._asleep) < 2:
             self._wake("weights", "kv_cache")  # vLLM sleeps as a whole
+            if not self._is_settled:
+                gc.collect()
+                gc.freeze()  # what is there by now stays: to search through it takes a third of a second at every sleep
+                self._is_settled = True
             with isolated():
                 self._llm.sleep(level=2 if self.spent and self._base is None else 1)  # a base travels once only
             self._asleep = {"weights", "kv_cache"}
@@ -249,7 +254,9 @@ class VLLMEngine(RolloutEngine):
             llm, self._llm, self._asleep = self._llm, None, set()
             llm.llm_engine.engine_core.shutdown()
             del llm
+            gc.unfreeze()
             gc.collect()
+            self._is_settled = False
 
     # Inside
 
@@ -327,6 +334,8 @@ class VLLMEngine(RolloutEngine):
 
                     cleanup_dist_env_and_memory()
                 raise EngineError(explain(error, config)) from error
+            finally:
+                gc.unfreeze()  # vLLM freezes what it finds, the trainer's garbage too
         if adapter is not None and self.verify:
             layout = engine_layout(sent.shapes)
             sent.compare(llm.apply_model(lambda model: checksums(model, layout))[0])

@@ -95,7 +95,6 @@ def isolated() -> Iterator[None]:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         sys.excepthook = hook
-        gc.unfreeze()
         for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "RANK", "TORCHINDUCTOR_COMPILE_THREADS"):
             if name in environment:
                 os.environ[name] = environment[name]

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
+from lgrpo.engines import RolloutEngine, TransformersEngine, VLLMEngine, VLLMServerEngine
 from tests.benchmarks.stages import Stages
-from tests.benchmarks.workload import lengths, prescribe_embedded, prescribe_generate, prescribe_vllm, prompt_texts
+from tests.benchmarks.workload import (
+    lengths,
+    prescribe_embedded,
+    prescribe_generate,
+    prescribe_servers,
+    prescribe_vllm,
+    prompt_texts,
+)
 
 
 def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
@@ -26,8 +34,8 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         Sampling,
     )
     from lgrpo.callbacks.weight_sync import EngineSync
+    from lgrpo.data.queue import RolloutQueue
     from lgrpo.data.scorer import GroupScores
-    from lgrpo.engines import RolloutEngine, TransformersEngine, VLLMEngine
     from lgrpo.tasks import DatasetTask
     from tests.benchmarks.parity_reward import Parity
 
@@ -40,17 +48,7 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         chunk_size=4096,
     )
     module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True))
-    engine: RolloutEngine
-    if cuda:
-        engine = VLLMEngine(
-            dtype="bfloat16",
-            max_model_len=options.prompt_tokens + work.longest,
-            gpu_memory_utilization=options.engine_memory,
-        )
-        prescribe_vllm(work.lengths)
-    else:
-        engine = TransformersEngine()
-        prescribe_embedded(work.lengths)
+    engine = lgrpo_engine(options, work)
     data = RolloutDataModule(
         DatasetTask(Parity(), train=[{"question": text} for text in work.prompts]),
         engine,
@@ -58,7 +56,7 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         group_size=options.group,
         num_rollouts=options.warm_up + options.steps,
         sampling=Sampling(max_tokens=work.longest),
-        generate_ahead=options.v > 1,
+        generate_ahead=options.v > 1 and not options.servers,  # servers sample the next one meanwhile
         shuffle=False,
     )
 
@@ -87,6 +85,7 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
 
     stages.wrap(type(engine), "generate", "generate")
     stages.wrap(type(engine), "rest", "generate")
+    stages.wrap(RolloutQueue, "get", "generate")  # what is sampled behind the trainer's back is waited for here
     stages.wrap(type(engine), "load_weights", "sync")
     stages.wrap(GroupScores, "__call__", "rest")
     stages.wrap(GroupScores, "result", "score")
@@ -110,6 +109,25 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
     trainer.fit(module, datamodule=data)
     found = stages.figures(*work.tokens(), policy.model.num_parameters(), options.peak_flops)
     return found | {"sync_each": [record.seconds for record in engine.ledger], "parameters": work.count(policy.model)}
+
+
+def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
+    """vLLM on a GPU, in process or as servers beside the trainer; on a CPU the embedded engine, or a server."""
+    cuda, longest = options.device == "cuda", options.prompt_tokens + work.longest
+    if options.servers:
+        prescribe_servers(work.longest)
+        return VLLMServerEngine(
+            num_servers=options.servers,
+            dtype="bfloat16" if cuda else None,
+            max_model_len=longest,
+            gpu_memory_utilization=options.engine_memory / options.servers,
+            transfer="ipc" if cuda else "file",
+        )
+    if cuda:
+        prescribe_vllm(work.lengths)
+        return VLLMEngine(dtype="bfloat16", max_model_len=longest, gpu_memory_utilization=options.engine_memory)
+    prescribe_embedded(work.lengths)
+    return TransformersEngine()
 
 
 def run_trl(options: argparse.Namespace) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Cycles(EngineSync):
     """A rollout of warm-up, then cycles of v."""
 
     def __init__(self, v: int) -> None:
-        self.v = v
+        self.v, self.has_begun = v, False
 
     def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
         return rollout == 0 or (rollout - 1) % self.v == 0
@@ -49,7 +49,8 @@ class Cycles(EngineSync):
         return self.v if rollout else 1
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 1:
+        if trainer.global_step == 1 and not self.has_begun:
+            self.has_begun = True
             forget_peak_memory()
 
 

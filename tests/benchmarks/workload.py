@@ -153,3 +153,18 @@ def prescribe_vllm(given: Sequence[int]) -> None:
 
     LLM.generate, LLM.enqueue = limited(LLM.generate), limited(LLM.enqueue)
     ParentRequest._get_child_sampling_params = own_limit
+
+
+def prescribe_servers(length: int) -> None:
+    """In ``lgrpo.engines.VLLMServerEngine``: all completions have this length."""
+    from lgrpo.engines.server import VLLMServer
+
+    call = VLLMServer.call
+
+    def prescribed(self: Any, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+        if path == "/v1/completions":
+            own = {"ignore_eos": True, "stop_token_ids": [], "max_tokens": length}
+            options["json"] = options["json"] | own
+        return call(self, method, path, *arguments, **options)
+
+    VLLMServer.call = prescribed  # type: ignore[method-assign]
