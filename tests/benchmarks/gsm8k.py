@@ -39,13 +39,13 @@ BASELINE = "(1, 1)"
 ON_THE_GPU = ("(1, 1)", "(1, 1) + mask", "(10, 1) + mask")
 SETTINGS = {
     "model.policy.gradient_checkpointing": False,
-    "model.optimizer.init_args.lr": 2e-5,
+    "model.optimizer.init_args.lr": 3e-5,
     "data.task.init_args.template.prompt": "{question}\n",
     "data.task.init_args.template.chat": False,
-    "data.sampling.temperature": 1.0,
+    "data.sampling.temperature": 0.7,
     "data.generate_ahead": True,
     "data.evaluation.num_samples": 4,
-    "data.evaluation.sampling.temperature": 1.0,
+    "data.evaluation.sampling.temperature": 0.7,
     "trainer.max_epochs": 3,
     "trainer.enable_progress_bar": False,
 }
@@ -219,12 +219,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/gsm8k"), help="for the warm start and the runs")
     parser.add_argument("--arms", nargs="+", choices=OVERLAYS, default=list(ON_THE_GPU))
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--rollouts", type=int, default=60, help="optimizer steps of a run, in three stages")
+    parser.add_argument("--rollouts", type=int, default=45, help="optimizer steps of a run, in three stages")
     parser.add_argument("--workers", type=int, default=6, help="runs at a time on the one GPU")
     parser.add_argument("--engine", choices=["shared", "default"], default="shared", help="vLLM's settings")
-    parser.add_argument("--epochs", type=float, default=2, help="of the supervised phase")
+    parser.add_argument("--epochs", type=float, default=3, help="of the supervised phase")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--set", nargs="+", default=[], help="more settings of lgrpo fit, as NAME=VALUE")
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
