@@ -102,7 +102,7 @@ def draw_stages(results: dict[str, dict[str, Any]], path: Path) -> None:
             axes.barh(place, width, left=left, color=colour, height=0.75, label=stage if not place else None)
             left += width
     axes.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
-    axes.set_xlabel("time of a step, TRL's being 1 (grey: stages not measured)")
+    axes.set_xlabel("time of a step, TRL's being 1")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     figure.legend(handles, list(COLOURS), fontsize=8, ncols=len(COLOURS), loc="outside upper center")
     figure.savefig(path, dpi=120)
