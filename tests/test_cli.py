@@ -44,7 +44,8 @@ def lgrpo(*arguments: str, cwd: Path | None = None, timeout: float = 120) -> sub
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_config_parses_and_builds(name):
-    cli = LGRPOCLI(with_base(name), run=False)
+    on_cpu = ["--trainer.strategy.class_path=tests.on_cpu.FSDPOnCPU", "--trainer.accelerator=cpu"]
+    cli = LGRPOCLI(with_base(name) + (on_cpu if name == "fsdp.yaml" else []), run=False)
     assert cli.trainer.callbacks
     assert cli.model.policy is not None
     assert cli.datamodule.group_size >= 2
