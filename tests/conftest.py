@@ -12,9 +12,8 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background jobs ignore it, and so would what we start
+# a shell's background job ignores Ctrl-C, and so would every process the tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
