@@ -28,8 +28,8 @@ from lgrpo.hooks import rollout_callbacks, rollout_owner
 from lgrpo.loggers import guard
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
-from lgrpo.policy import AdapterReference, CausalPolicy, is_reference
-from lgrpo.policy.memory import activation_bytes, local_bytes, logit_bytes, refuse_what_does_not_fit
+from lgrpo.policy import AdapterReference, CausalPolicy, flat, is_reference
+from lgrpo.policy.memory import refuse_over_budget
 from lgrpo.settings import (
     ResumeError,
     Settings,
@@ -163,7 +163,8 @@ class GRPOModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         self.amplifications.forget()
         if isinstance(self.trainer.strategy, FSDPStrategy):
-            self._check_flat(self.trainer.strategy)
+            is_sharded = self.trainer.strategy._state_dict_type == "sharded"
+            flat.refuse(self.policy.lora is not None, self.policy.compile_layers, is_sharded, self.trainer.world_size)
         if stage != "fit":
             return
         self.proximal, self._reference_logprobs = ProximalMemory(), {}
@@ -176,38 +177,12 @@ class GRPOModule(L.LightningModule):
                 "-7.123456 becomes -7.125, and the ratio is wrong at lag 0. Use bf16-mixed"
             )
 
-    def _check_flat(self, strategy: FSDPStrategy) -> None:
-        """What the first FSDP cannot do."""
-        if self.policy.lora is not None:
-            raise ValueError(
-                "policy.lora with FSDPStrategy: it would keep adapters and what they lie on in one tensor, with "
-                "gradients of all of it. Use configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy)"
-            )
-        if self.policy.compile_layers:
-            raise ValueError(
-                "policy.compile with FSDPStrategy: the two together have not been seen working. Use "
-                "configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy), or leave compile out"
-            )
-        if self.trainer.world_size == 1 and strategy._state_dict_type == "sharded":
-            raise ValueError(
-                "FSDPStrategy has one process, over which nothing is spread, so no sharded checkpoint can be written: "
-                "raise trainer.devices, or set state_dict_type to full in trainer.strategy.init_args"
-            )
-
     def on_fit_start(self) -> None:
         budget, device = rollout_owner(self.trainer).micro_batch_tokens, self.trainer.strategy.root_device
         if budget is None or device.type != "cuda":
             return
-        trained = sum(local_bytes(p) for p in self.policy.parameters() if p.requires_grad)
         bytes_each = 2 if "16" in str(self.trainer.precision) else 4
-        config, checkpointed = self.policy.model.config, self.policy.gradient_checkpointing
-        refuse_what_does_not_fit(
-            budget,
-            activation_bytes(config, budget, bytes_each, checkpointed),
-            logit_bytes(config, budget, self.policy.chunk_size),
-            3 * trained,  # gradients, and two moments at most
-            torch.cuda.mem_get_info(device)[0],
-        )
+        refuse_over_budget(self.policy, budget, bytes_each, torch.cuda.mem_get_info(device)[0])
 
     def train(self, mode: bool = True) -> GRPOModule:
         super().train(mode)

@@ -24,6 +24,25 @@ class Unit(NamedTuple):
     """Of its tensors, as the model knew them before."""
 
 
+def refuse(has_adapters: bool, is_compiled: bool, is_sharded: bool, world_size: int) -> None:
+    """An error for what it cannot do, or was never seen to do."""
+    if has_adapters:
+        raise ValueError(
+            "policy.lora with FSDPStrategy: it would keep adapters and what they lie on in one tensor, with "
+            "gradients of all of it. Use configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy)"
+        )
+    if is_compiled:
+        raise ValueError(
+            "policy.compile with FSDPStrategy: the two together have not been seen working. Use "
+            "configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy), or leave compile out"
+        )
+    if is_sharded and world_size == 1:
+        raise ValueError(
+            "FSDPStrategy has one process, over which nothing is spread, so no sharded checkpoint can be written: "
+            "raise trainer.devices, or set state_dict_type to full in trainer.strategy.init_args"
+        )
+
+
 def wrap_layers(
     root: nn.Module, model: nn.Module, layers: nn.ModuleList, mixed_precision: MixedPrecision | None
 ) -> list[Unit]:

@@ -6,6 +6,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from lgrpo.policy.causal import CausalPolicy
+
 
 def activation_bytes(config: PretrainedConfig, tokens: float, bytes_each: int, checkpointed: bool) -> float:
     """What the layers keep of a micro-batch for the backward pass. With checkpointing: the input of each."""
@@ -23,6 +25,17 @@ def local_bytes(parameter: Tensor) -> int:
     """Of a parameter, this process's part."""
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return own.numel() * own.element_size()
+
+
+def refuse_over_budget(policy: CausalPolicy, budget: int, bytes_each: int, free: float) -> None:
+    """An error where an update in micro-batches of that many tokens will not fit into what is free."""
+    refuse_what_does_not_fit(
+        budget,
+        activation_bytes(policy.model.config, budget, bytes_each, policy.gradient_checkpointing),
+        logit_bytes(policy.model.config, budget, policy.chunk_size),
+        3 * sum(local_bytes(p) for p in policy.parameters() if p.requires_grad),  # gradients, two moments at most
+        free,
+    )
 
 
 def refuse_what_does_not_fit(budget: int, activations: float, logits: float, state: float, free: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lgrpo.callbacks import EngineSync
 from lgrpo.engines import RolloutEngine, TransformersEngine, VLLMEngine, VLLMServerEngine
 from tests.benchmarks.stages import Stages
 from tests.benchmarks.workload import (
@@ -19,6 +20,20 @@ from tests.benchmarks.workload import (
     prescribe_vllm,
     prompt_texts,
 )
+
+
+class Cycles(EngineSync):
+    """Syncs every v rollouts, counted from the end of the warm-up on; during it, before each."""
+
+    def __init__(self, v: int, warm_up: int) -> None:
+        self.v, self.warm_up = v, warm_up
+
+    def is_due(self, trainer: Any, rollout: int) -> bool:
+        since = rollout - self.warm_up
+        return since < 0 or since % self.v == 0
+
+    def num_rollouts(self, trainer: Any, rollout: int) -> int:
+        return 1 if rollout < self.warm_up else self.v
 
 
 def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
@@ -33,7 +48,6 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         RolloutDataModule,
         Sampling,
     )
-    from lgrpo.callbacks.weight_sync import EngineSync
     from lgrpo.data.queue import RolloutQueue
     from lgrpo.data.scorer import GroupScores
     from lgrpo.tasks import DatasetTask
@@ -59,16 +73,6 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         generate_ahead=options.v > 1 and not options.servers,  # servers sample the next one meanwhile
         shuffle=False,
     )
-
-    class Sync(EngineSync):
-        """Every v rollouts, counted from the end of the warm-up on; during it, before each."""
-
-        def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
-            since = rollout - options.warm_up
-            return since < 0 or since % options.v == 0
-
-        def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int:
-            return 1 if rollout < options.warm_up else options.v
 
     class Watch(RolloutCallback):
         def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -104,7 +108,7 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tempfile.mkdtemp(),
-        callbacks=[Sync(), Watch()],
+        callbacks=[Cycles(options.v, options.warm_up), Watch()],
     )
     trainer.fit(module, datamodule=data)
     found = stages.figures(*work.tokens(), policy.model.num_parameters(), options.peak_flops)

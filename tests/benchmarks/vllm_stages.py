@@ -24,11 +24,11 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lgrpo import CausalPolicy, ClippedLoss, GRPOModule, LoRA, RolloutDataModule, Sampling
-from lgrpo.callbacks.weight_sync import EngineSync
 from lgrpo.engines import VLLMEngine
 from lgrpo.tasks import DatasetTask
 from tests.benchmarks.parity_reward import Parity
 from tests.benchmarks.stages import forget_peak_memory, peak_memory
+from tests.benchmarks.systems import Cycles
 from tests.benchmarks.workload import SHAPES, prescribe_vllm
 from tests.helpers import Logged
 
@@ -36,17 +36,10 @@ RESULTS = Path(__file__).parent / "results"
 STAGES = ("sync", "generate", "score", "update", "wait")
 
 
-class Cycles(EngineSync):
-    """A rollout of warm-up, then cycles of v."""
+class ForgetWarmUp(L.Callback):
+    """Memory is watched from the end of the first step on."""
 
-    def __init__(self, v: int) -> None:
-        self.v, self.has_begun = v, False
-
-    def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
-        return rollout == 0 or (rollout - 1) % self.v == 0
-
-    def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int:
-        return self.v if rollout else 1
+    has_begun = False
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 1 and not self.has_begun:
@@ -88,6 +81,7 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         seed=v,
     )
     seen, cuda = Logged(), torch.cuda.is_available()
+    profilers = [Kernels(options.kernels)] if options.kernels else []
     strategies: dict[str, Any] = {
         "one": "auto",
         "fsdp": FSDPStrategy(),
@@ -107,7 +101,7 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir="/tmp/lgrpo-bench",
-        callbacks=[Cycles(v), seen, *([Kernels(options.kernels)] if options.kernels else [])],
+        callbacks=[Cycles(v, warm_up=1), ForgetWarmUp(), seen, *profilers],
     )
     trainer.fit(module, datamodule=data)
     kept = seen.rows[1:]

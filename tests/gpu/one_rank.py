@@ -19,20 +19,12 @@ from torch import Tensor
 from lgrpo import ClippedLoss, GRPOModule, ReferenceRefresh, RolloutCallback, TransformersEngine
 from lgrpo.callbacks import ExactResume, FiniteSteps
 from lgrpo.engines import RolloutEngine, VLLMEngine
+from tests.gpu import SHAPE
 from tests.helpers import MODEL, Run, build, tiny_policy
 from tests.on_cpu import FSDPOnCPU, PrecisionOnCPU
 
 HAS_GPU = torch.cuda.is_available()
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+CONFIG = SHAPE | {"max_position_embeddings": 64}
 
 
 class Watch(RolloutCallback):

@@ -11,6 +11,7 @@ import torch
 
 from lgrpo import CausalPolicy, Prompt, Sampling
 from lgrpo.engines import EngineError, VLLMEngine, VLLMServerEngine, vllm_nccl
+from tests.gpu import SHAPE
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,17 +22,7 @@ APART |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
 if torch.cuda.is_available():
     os.environ |= APART  # now: NCCL reads them once
 
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "vocab_size": 32000,
-    "tie_word_embeddings": True,
-}
+CONFIG = SHAPE | {"max_position_embeddings": 1024, "vocab_size": 32000}
 
 
 @pytest.fixture
