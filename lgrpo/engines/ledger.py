@@ -43,14 +43,15 @@ class Sent:
     num_bytes: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Checksums, still on the device they were taken on: fetching each by itself would wait for it."""
-    is_finite: dict[str, Tensor] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    """Plain sums, to see whether a tensor is finite."""
 
     def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights one at a time, each in memory of its own."""
         for name, tensor in weights:
             tensor = tensor.detach()
             cast = tensor.to(self.dtype or tensor.dtype, copy=True)
-            self.is_finite[name] = cast.sum().isfinite()
+            self.totals[name] = cast.sum()
             self.sums[name] = tensor_checksum(cast)
             self.shapes[name] = tuple(cast.shape)
             self.num_bytes += cast.numel() * cast.element_size()
@@ -63,7 +64,9 @@ class Sent:
 
     def refuse_noise(self) -> None:
         """An error where a tensor that went is not finite."""
-        if noise := [name for name, flag in as_numbers(self.is_finite).items() if not flag]:
+        totals = list(self.totals.values())
+        flags = torch.stack([total.to(totals[0].device) for total in totals]).isfinite().tolist() if totals else []
+        if noise := [name for name, flag in zip(self.totals, flags, strict=True) if not flag]:
             raise WeightSyncError(f"the policy's {noise[0]} is not finite: an engine would sample from noise, silently")
 
     def compare(self, held: Mapping[str, int]) -> str:

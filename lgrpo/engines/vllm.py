@@ -38,7 +38,7 @@ from lgrpo.engines.vllm_process import (
     without_collection,
 )
 from lgrpo.engines.vllm_transfer import folder_in_memory, write_folder
-from lgrpo.engines.vllm_weights import Layout, checksums, engine_layout, read_parts
+from lgrpo.engines.vllm_weights import Layout, checksums, engine_layout, joined, lies_as_given, read_parts
 from lgrpo.functional import as_numbers, stream_seed, tensor_checksum
 from lgrpo.types import Adapter, Completion, NamedTensors, PolicyWeights, Prompt
 
@@ -107,6 +107,7 @@ class VLLMEngine(RolloutEngine):
         self._llm: Any = None
         self._config: PretrainedConfig | None = None
         self._layout: Layout = {}
+        self._lies_as_given = False
         self._sent = Sent()
         self._kept: dict[str, Tensor] = {}
         """The weights while they are in no engine."""
@@ -123,11 +124,15 @@ class VLLMEngine(RolloutEngine):
         if self._llm is None:
             dtype = self.dtype or next(iter(weights))[1].dtype
             self._llm = self._build(weights.config, dtype)
+            self._layout, self._lies_as_given = {}, False
         self._wake("weights")
         sent = Sent(dtype=self._llm_dtype)
+        given: dict[str, Any] = {"weights_iterator": sent.through(weights)}
+        if self._lies_as_given:  # then vLLM need not take its layers apart, which takes it most of a sync
+            given = {"weights_iterator": joined(sent.through(weights), self._layout), "is_checkpoint_format": False}
         try:
             with isolated():
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent.through(weights)})
+                self._llm.collective_rpc("reload_weights", kwargs=given)
         except BaseException as error:
             self.close()  # its tensors are left without storage: nothing may be sampled from it
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
@@ -136,7 +141,13 @@ class VLLMEngine(RolloutEngine):
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
         self._config = weights.config
-        self._layout, self._sent = engine_layout(sent.shapes), sent
+        layout = engine_layout(sent.shapes)
+        if layout != self._layout:
+            self._layout = layout
+            model = self._llm.llm_engine.model_config
+            is_plain = model.quantization is None and not model.use_mla  # else it keeps more than it is given
+            self._lies_as_given = is_plain and self._on_model(lambda model: lies_as_given(model, layout))
+        self._sent = sent
         return sent
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:

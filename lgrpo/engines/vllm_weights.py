@@ -6,7 +6,7 @@ parameters look empty. These functions run where vLLM's model is: in this proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from safetensors.torch import save_file
@@ -90,6 +90,35 @@ def read_parts(model: nn.Module, layout: Layout) -> Iterator[tuple[str, Tensor]]
             raise LookupError(f"vLLM's {name} has {tensor.shape[0]} rows, but {names} were given {sum(rows)}")
         for (part, count), piece in zip(parts, tensor.split(own), strict=True):
             yield part, gathered(piece, 0, count)
+
+
+def lies_as_given(model: nn.Module, layout: Layout) -> bool:
+    """Whether vLLM keeps every tensor as it comes, those of a layer below each other: not packed, padded or spread."""
+    held = {name: parameter.shape[0] for name, parameter in model.named_parameters()}
+    return held == {name: sum(rows for _, rows in parts) for name, parts in layout.items()}
+
+
+def joined(weights: Iterable[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """The policy's tensors as vLLM keeps them, each as soon as all of its parts are there.
+
+    >>> layout = engine_layout({"l.q_proj.bias": (2,), "l.k_proj.bias": (1,), "n.bias": (1,)})
+    >>> given = {"l.k_proj.bias": torch.zeros(1), "n.bias": torch.zeros(1), "l.q_proj.bias": torch.ones(2)}
+    >>> [(name, tensor.tolist()) for name, tensor in joined(given.items(), layout)]
+    [('n.bias', [0.0]), ('l.qkv_proj.bias', [1.0, 1.0, 0.0])]
+    """
+    place = {part: name for name, parts in layout.items() for part, _ in parts}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for part, tensor in weights:
+        if part not in place:
+            raise LookupError(f"vLLM was not given {part} before")
+        name = place[part]
+        there = waiting.setdefault(name, {})
+        there[part] = tensor
+        if len(there) == len(layout[name]):
+            del waiting[name]
+            yield name, torch.cat([there[own] for own, _ in layout[name]]) if len(there) > 1 else tensor
+    for name in waiting:
+        raise LookupError(f"parts of vLLM's {name} are missing")
 
 
 def own_rows(model: nn.Module, name: str) -> list[int]:
