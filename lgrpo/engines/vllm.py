@@ -131,7 +131,7 @@ class VLLMEngine(RolloutEngine):
         if self._lies_as_given:  # then vLLM need not take its layers apart, which takes it most of a sync
             given = {"weights_iterator": joined(sent.through(weights), self._layout), "is_checkpoint_format": False}
         try:
-            with isolated():
+            with isolated(), torch.no_grad():
                 self._llm.collective_rpc("reload_weights", kwargs=given)
         except BaseException as error:
             self.close()  # its tensors are left without storage: nothing may be sampled from it

@@ -94,7 +94,7 @@ def read_parts(model: nn.Module, layout: Layout) -> Iterator[tuple[str, Tensor]]
 
 def lies_as_given(model: nn.Module, layout: Layout) -> bool:
     """Whether vLLM keeps every tensor as it comes, those of a layer below each other: not packed, padded or spread."""
-    held = {name: parameter.shape[0] for name, parameter in model.named_parameters()}
+    held = {name: parameter.shape[0] for name, parameter in model.named_parameters(remove_duplicate=False)}
     return held == {name: sum(rows for _, rows in parts) for name, parts in layout.items()}
 
 
