@@ -2,6 +2,7 @@
 
 from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling, text_before_stop
 from lgrpo.engines.ledger import SyncRecord, WeightSyncError
+from lgrpo.engines.pool import EnginePool
 from lgrpo.engines.replay import ReplayEngine
 from lgrpo.engines.transformers import TransformersEngine
 from lgrpo.engines.vllm import VLLMEngine
@@ -10,6 +11,7 @@ from lgrpo.engines.vllm_server import VLLMServerEngine
 __all__ = [
     "BORROWED",
     "EngineError",
+    "EnginePool",
     "NoWeightsError",
     "OnGroup",
     "ReplayEngine",

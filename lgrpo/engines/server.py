@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from lgrpo.engines.base import EngineError, EngineFailure
+from lgrpo.engines.children import kill_process, start_process, telling_lines
 
 
 class AnsweredError(EngineFailure):
@@ -64,7 +62,7 @@ class VLLMServer:
             elif value is not None:
                 command += [f"--{flag}", str(value)]
         with log.open("w") as output:
-            process = _start_process(
+            process = start_process(
                 command,
                 env={**os.environ, **environment, "VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1"},
                 stdout=output,
@@ -140,18 +138,10 @@ class VLLMServer:
     def kill(self) -> None:
         """Ends our process, and what it started, at once."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            kill_process(self.process)
 
     def _tail(self) -> str:
-        if self.log is None or not self.log.exists():
-            return ""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line and "WARNING" not in line]
-        of_memory = [line for line in errors[:-3] if "memory" in line.lower()]  # what it dies of, it says first
-        telling = of_memory[-1:] + errors[-3:] or lines[-5:]
-        return ". Its log says:\n  " + "\n  ".join(line.strip()[:300] for line in telling) if telling else ""
+        return telling_lines(self.log)
 
 
 class RequireKey:
@@ -185,18 +175,3 @@ def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
-
-
-_parent_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-parent")
-"""A child is told of the end of the thread that started it, not of the process: this one lives as long as that."""
-
-
-def _start_process(command: list[str], **options: Any) -> subprocess.Popen:
-    return _parent_thread.submit(
-        lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent, **options)
-    ).result()
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

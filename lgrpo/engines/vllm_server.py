@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines.base import EngineError, OnGroup, Sampling, completion_from, eos_ids
+from lgrpo.engines.children import visible_devices
 from lgrpo.engines.dispatch import Dispatch
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.shared_fleet import SharedFleet
@@ -347,12 +348,6 @@ class VLLMServerEngine(SharedFleet):
                 f"{own[place : place + 1]} here and {theirs[place : place + 1]} there, so ids would mean other text. "
                 "Start it with the policy's (--tokenizer)"
             )
-
-
-def visible_devices() -> list[str]:
-    """The GPUs this process sees, as CUDA names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def check_devices(devices: list[list[int]], num_servers: int, size: int, urls: list[str] | None) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from lgrpo import Sampling
 from lgrpo.engines import EngineError, VLLMServerEngine
-from lgrpo.engines.server import VLLMServer, _start_process
+from lgrpo.engines.children import start_process
+from lgrpo.engines.server import VLLMServer
 from lgrpo.types import PolicyWeights
 from tests.engines.test_vllm import TEXTS, TOLERANCE, disturb, mismatch, prompts
 
@@ -171,7 +172,7 @@ def test_a_server_of_the_users_that_is_started_again_gets_its_weights_again(poli
         signal_to(server, signal.SIGKILL)
         server.process.wait()
         with server.log.open("w") as log:
-            server.process = _start_process(server.process.args, env=environment, stdout=log, stderr=log)
+            server.process = start_process(server.process.args, env=environment, stdout=log, stderr=log)
 
     check(users, policy, questions, expected, {1: start_again}, failures=1, restarts=1)
     assert users.servers[0].process is None

@@ -1,0 +1,428 @@
+"""Several engines of one kind beside the trainer, each in a process of its own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lgrpo.engines.base import (
+    GO_ON,
+    EngineError,
+    EngineFailure,
+    NoWeightsError,
+    OnGroup,
+    RolloutEngine,
+    Sampling,
+    give_up,
+)
+from lgrpo.engines.children import kill_process, start_process, telling_lines, visible_devices
+from lgrpo.engines.ledger import Sent, WeightSyncError
+from lgrpo.engines.pool_member import bare, packed
+from lgrpo.engines.vllm import VLLMEngine
+from lgrpo.engines.vllm_process import check_lengths
+from lgrpo.engines.vllm_transfer import chunks
+from lgrpo.types import Completion, PolicyWeights, Prompt
+
+OF_THE_TRAINER = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+OF_THE_TRAINER |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+"""Variables that tell a process which of the trainer's ranks it is."""
+
+
+@final
+class EnginePool(RolloutEngine):
+    """Several engines on the trainer's device, each in a process of its own, which share the prompts out among them.
+
+    vLLM schedules the tokens of all its completions in one thread of Python. For a model of up to a few billion
+    parameters that thread, not the GPU, is what generation waits for; two of them take half as long each.
+
+    A process that ends or hangs is started again with the weights the others hold, and its prompts are asked again. Of
+    a policy with LoRA, the merged weights travel.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None = None,
+        num_processes: int = 2,
+        start_timeout: float = 600.0,
+        sync_timeout: float = 300.0,
+        timeout: float = 1800.0,
+        max_failures: int = 3,
+    ) -> None:
+        """
+        Args:
+            engine: What each process runs, with its settings; by default VLLMEngine. They share the device: of vLLM, at
+                most 1 / num_processes of the memory there is for it can be each one's ``gpu_memory_utilization``.
+            num_processes: How many.
+            start_timeout: Seconds until a process must hold its first weights.
+            sync_timeout: Seconds each step of a later sync may take.
+            timeout: Seconds a generation may take, from the last failure on.
+            max_failures: Processes that fail in a generation, or a sync, and are started again; one more stops the run.
+        """
+        super().__init__()
+        self.engine: RolloutEngine = VLLMEngine() if engine is None else engine
+        if self.engine.replays or self.engine.can_overlap or isinstance(self.engine, EnginePool):
+            raise ValueError(
+                f"a {type(self.engine).__name__} in an EnginePool: only an engine that samples in its own process can "
+                "be in several, such as VLLMEngine"
+            )
+        if num_processes < 1:
+            raise ValueError(f"num_processes is {num_processes}; at least 1 is needed")
+        if max_failures < 0:
+            raise ValueError(f"max_failures is {max_failures}; 0 stops at the first failure")
+        self.num_processes = num_processes
+        self.start_timeout = start_timeout
+        self.sync_timeout = sync_timeout
+        self.timeout = timeout
+        self.max_failures = max_failures
+        self._members: list[MemberProcess] = []
+        self._folder: Path | None = None
+        self._config: PretrainedConfig | None = None
+        self._sent = Sent()
+        self._num_failures = 0
+
+    def receive(self, weights: PolicyWeights, version: int) -> Sent:
+        self._num_failures = 0
+        while True:
+            try:
+                sent = self._hand_over_to_all(weights, version)
+                break
+            except EngineFailure as failure:
+                self._count(failure)
+                self.faults["restarts"] += len(self._members)
+                self.close()  # the others wait for the rest of the weights
+            except BaseException as error:
+                self.close()  # half of the weights may have gone: nothing may be sampled from them
+                if isinstance(error, WeightSyncError) or not isinstance(error, EngineError):
+                    raise
+                raise WeightSyncError(f"the sync failed: {error}") from error
+        self._config, self._sent = weights.config, sent
+        return sent
+
+    def held_checksums(self, sent: Sent) -> dict[str, int]:
+        reports = [member.call("checksums", timeout=self.sync_timeout) for member in self._members]
+        for report in reports[1:]:
+            sent.compare(report)
+        return reports[0]
+
+    def held_weights(self) -> dict[str, Tensor]:
+        if self._config is None:
+            raise NoWeightsError
+        why = ""
+        for member in self._members:
+            path = member.folder / "held.safetensors"
+            try:
+                member.call("write_weights", path, timeout=self.sync_timeout)
+                return load_file(path)
+            except EngineFailure as failure:
+                why = f" ({failure})"
+            finally:
+                path.unlink(missing_ok=True)
+        raise EngineError(f"no process that holds the behaviour policy is left{why}: {GO_ON}")
+
+    def held_config(self) -> PretrainedConfig:
+        if self._config is None:
+            raise NoWeightsError
+        return self._config
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        held = self.holds()
+        if longest := getattr(self.engine, "max_model_len", None):
+            check_lengths(prompts, sampling, longest)
+        groups: dict[int, list[Completion]] = {}
+        self._num_failures = 0
+
+        def keep(place: int, group: list[Completion]) -> None:
+            groups[place] = group
+            if on_group is not None:
+                on_group(place, group)
+
+        while left := [place for place in range(len(prompts)) if place not in groups]:
+            try:
+                self._share_out(
+                    [(place, prompts[place]) for place in left], keep, tokenizer, num_samples, sampling, seed
+                )
+            except EngineFailure as failure:
+                self._count(failure)
+                self._mend(held[1])
+        return [groups[place] for place in range(len(prompts))]
+
+    def rest(self) -> None:
+        asked = []
+        for member in self._members:
+            with contextlib.suppress(EngineFailure):  # who fails now is missed, and replaced, when next it is needed
+                member.ask("rest", self.spent, timeout=self.timeout)
+                asked.append(member)
+        for member in asked:
+            with contextlib.suppress(EngineFailure):
+                member.answer(self.sync_timeout)
+
+    def close(self) -> None:
+        self.forget()
+        self._config = None
+        members, self._members = self._members, []
+        for member in members:
+            member.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        atexit.unregister(self.close)
+
+    # Weights
+
+    def _hand_over_to_all(self, weights: PolicyWeights, version: int) -> Sent:
+        if self._members:
+            return self._hand_over(self._members, weights, version, self.sync_timeout)
+        self._members = [self._start() for _ in range(self.num_processes)]
+        if not torch.cuda.is_available() or getattr(self.engine, "kv_cache_gib", None) is not None:
+            return self._hand_over(self._members, weights, version, self.start_timeout)
+        for member in self._members:  # vLLM looks how much memory is free, and no other may take some meanwhile
+            sent = self._hand_over([member], weights, version, self.start_timeout)
+        return sent
+
+    def _hand_over(
+        self, members: Sequence[MemberProcess], weights: PolicyWeights, version: int, timeout: float
+    ) -> Sent:
+        """The same weights for several members, about a gigabyte at a time."""
+        sent, is_first = Sent(dtype=getattr(self.engine, "dtype", None)), True
+        for chunk in chunks(sent.through(weights)):
+            for member in members:
+                parcel = packed(chunk, member.folder / "weights.safetensors")  # each is for one reader
+                if is_first:
+                    member.ask("receive", weights.config, version, parcel, timeout=timeout)
+                else:
+                    member.send(parcel)
+            for member in members:
+                member.expect("next", timeout)
+            is_first = False
+        for member in members:
+            member.send(None)
+        for member in members:
+            member.answer(timeout)
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+        return sent
+
+    def _start(self) -> MemberProcess:
+        if self._folder is None:
+            shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+            self._folder = Path(tempfile.mkdtemp(prefix="lgrpo-pool-", dir=shared))
+            atexit.register(self.close)  # whatever ends the run ends its processes, and leaves no files
+        environment = {name: value for name, value in os.environ.items() if name not in OF_THE_TRAINER}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        if not torch.cuda.is_available():
+            environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // self.num_processes))
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[torch.cuda.current_device()]
+        return MemberProcess(self.engine, Path(tempfile.mkdtemp(dir=self._folder)), environment)
+
+    # Completions
+
+    def _share_out(
+        self,
+        asked: list[tuple[int, Prompt]],
+        keep: Callable[[int, list[Completion]], None],
+        tokenizer: PreTrainedTokenizerBase,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+    ) -> None:
+        """All prompts to all members, and their answers as they come. At the end, an error if a member failed."""
+        failure: EngineFailure | None = None
+        busy: dict[Connection, MemberProcess] = {}
+        deadline = time.monotonic() + self.timeout
+        for number, member in enumerate(self._members):
+            if not (share := asked[number :: len(self._members)]):
+                continue
+            places, own = [place for place, _ in share], [bare(prompt) for _, prompt in share]
+            try:
+                member.learn(tokenizer, self.sync_timeout)
+                member.ask("generate", own, places, num_samples, sampling, seed, self.holds(), timeout=self.timeout)
+                busy[member.connection] = member
+            except EngineFailure as error:
+                failure = error
+        while busy:
+            ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for member in busy.values():
+                    member.kill()
+                raise EngineFailure(f"{len(busy)} processes of the pool were not done after {self.timeout:g} s")
+            for connection in ready:
+                member = busy[connection]  # type: ignore[index]
+                try:
+                    word, what = member.hear(self.timeout)
+                except EngineFailure as error:
+                    failure = error
+                    del busy[member.connection]
+                    continue
+                if word == "group":
+                    keep(*what)
+                elif word == "answer":
+                    self.recovery_seconds += what.pop("seconds")
+                    self.faults.update(what)
+                    del busy[member.connection]
+        if failure is not None:
+            raise failure
+
+    # When a process fails
+
+    def _count(self, failure: EngineFailure) -> None:
+        """Notes a failure. An error where it is one too many."""
+        self.faults["failures"] += 1
+        self._num_failures += 1
+        if self._num_failures > self.max_failures:
+            raise EngineError(give_up(failure, self._num_failures, self.max_failures))
+        warnings.warn(
+            f"recovering from failure {self._num_failures} of at most {self.max_failures}: {failure}", stacklevel=2
+        )
+
+    def _drop_dead(self) -> int:
+        """How many members are gone."""
+        living = [member for member in self._members if member.is_alive]
+        gone = len(self._members) - len(living)
+        for member in self._members:
+            if not member.is_alive:
+                member.close()
+        self._members = living
+        return gone
+
+    def _mend(self, version: int) -> None:
+        """Processes in the place of those that are gone, with the weights the others hold."""
+        start = time.perf_counter()
+        gone = self._drop_dead()
+        held = self.held_weights()
+        weights = PolicyWeights(config=self.held_config(), tensors=lambda: iter(held.items()))
+        for _ in range(gone):
+            member = self._start()
+            try:
+                self._hand_over([member], weights, version, self.start_timeout)
+                self._sent.compare(member.call("checksums", timeout=self.sync_timeout))
+            except BaseException:
+                member.close()
+                raise
+            self._members.append(member)
+            self.faults["restarts"] += 1
+        self.recovery_seconds += time.perf_counter() - start
+
+
+class MemberProcess:
+    """The trainer's end of the pipe. Nothing here waits for ever."""
+
+    def __init__(self, engine: RolloutEngine, folder: Path, environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        self.connection, theirs = Pipe()
+        self._is_asked = False
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        with self.log.open("w") as log:
+            self.process: subprocess.Popen = start_process(
+                [sys.executable, "-c", "from lgrpo.engines.pool_member import main; main()", str(theirs.fileno())],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        theirs.close()
+        try:
+            self.send(engine)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            self.kill()
+            raise EngineError(f"a {type(engine).__name__} cannot be sent to another process: {error}") from error
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def call(self, name: str, *arguments: Any, timeout: float) -> Any:
+        """Gives an order, and waits for the answer."""
+        self.ask(name, *arguments, timeout=timeout)
+        return self.answer(timeout)
+
+    def ask(self, name: str, *arguments: Any, timeout: float) -> None:
+        """Gives an order. One before it that nobody waited for, since it was interrupted, is finished first."""
+        if self._is_asked:
+            self.answer(timeout)
+        self.send((name, arguments))
+        self._is_asked = True
+
+    def learn(self, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
+        if tokenizer is not self._tokenizer:
+            self.call("learn", tokenizer, timeout=timeout)
+            self._tokenizer = tokenizer
+
+    def answer(self, timeout: float) -> Any:
+        """The answer to the last order; what comes before it is for nobody."""
+        while True:
+            word, what = self.hear(timeout)
+            if word == "answer":
+                return what
+
+    def expect(self, wanted: str, timeout: float) -> None:
+        word, _ = self.hear(timeout)
+        if word != wanted:
+            raise EngineError(f"a process of the pool said {word!r}, not {wanted!r}")
+
+    def hear(self, timeout: float) -> tuple[str, Any]:
+        """The next thing it says; its errors are raised."""
+        try:
+            if not self.connection.poll(timeout):
+                self.kill()
+                raise EngineFailure(f"a process of the pool said nothing for {timeout:g} s{telling_lines(self.log)}")
+            word, what = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        if word in ("answer", "error"):
+            self._is_asked = False
+        if word == "error":
+            raise what
+        return word, what
+
+    def send(self, what: Any) -> None:
+        try:
+            self.connection.send(what)
+        except OSError as error:
+            raise self._gone() from error
+
+    def close(self) -> None:
+        """Ends it: a process whose pipe is closed goes by itself, unless it is at something."""
+        self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0 if self._is_asked else 10)
+        self.kill()
+
+    def kill(self) -> None:
+        kill_process(self.process)
+
+    def _gone(self) -> EngineFailure:
+        try:
+            code = f" with exit code {self.process.wait(5)}"
+        except subprocess.TimeoutExpired:
+            code = ""
+        self.kill()
+        return EngineFailure(f"a process of the pool ended{code}{telling_lines(self.log)}")

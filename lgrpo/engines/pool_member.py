@@ -1,0 +1,149 @@
+"""The process of an engine in a pool: it does what it is told through a pipe, and ends with it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lgrpo.engines.base import EngineError, RolloutEngine, Sampling
+from lgrpo.engines.ledger import Sent
+from lgrpo.types import Completion, PolicyWeights, Prompt
+
+Parcel: TypeAlias = "Path | dict[str, tuple[Any, Any]]"
+"""Some tensors: a file in shared memory, or where on the GPU they are."""
+
+_DEVICE = 6
+"""Where among what torch needs to find a tensor again the number of its GPU stands."""
+
+
+def packed(tensors: dict[str, Tensor], path: Path) -> Parcel:
+    """For another process on this machine. What is on a GPU stays where it is, and must be kept until it was read."""
+    if all(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+        return {name: reduce_tensor(tensor) for name, tensor in tensors.items()}
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+    return path
+
+
+def unpacked(parcel: Parcel) -> dict[str, Tensor]:
+    if isinstance(parcel, Path):
+        tensors = load_file(parcel)
+        parcel.unlink(missing_ok=True)
+        return tensors
+    return {name: rebuild(*_on_own_device(arguments)) for name, (rebuild, arguments) in parcel.items()}
+
+
+def _on_own_device(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The trainer may count GPUs otherwise: a member sees one only, the same."""
+    return (*arguments[:_DEVICE], torch.cuda.current_device(), *arguments[_DEVICE + 1 :])
+
+
+class Member:
+    """What a member does when it is told to; every method is an order."""
+
+    def __init__(self, connection: Connection, engine: RolloutEngine) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._sent = Sent()
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def receive(self, config: PretrainedConfig, version: int, first: Parcel) -> None:
+        """Takes weights in, parcel by parcel, and says ``next`` when one is read."""
+        begin, has_gone_through = unpacked(first), False
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            nonlocal begin, has_gone_through
+            yield from begin.items()
+            if has_gone_through:
+                raise EngineError(f"{type(self._engine).__name__} went through the weights twice")
+            has_gone_through, begin = True, {}
+            while True:
+                self._connection.send(("next", None))
+                parcel = self._connection.recv()
+                if parcel is None:
+                    return
+                yield from unpacked(parcel).items()
+
+        weights = PolicyWeights(config=config, tensors=tensors)
+        self._sent = self._engine._replace(weights, step=0, version=version)
+
+    def checksums(self) -> dict[str, int]:
+        return self._engine.held_checksums(self._sent)
+
+    def write_weights(self, path: Path) -> None:
+        """Those it holds, as a file."""
+        save_file({name: tensor.cpu().contiguous() for name, tensor in self._engine.held_weights().items()}, path)
+
+    def learn(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        places: Sequence[int],
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        held: tuple[int, int],
+    ) -> dict[str, float]:
+        """Sends each group as soon as it is there. How often the engine failed meanwhile, and recovered."""
+        engine, (step, version) = self._engine, held
+        if engine.version != version:
+            raise EngineError(f"a member of the pool holds version {engine.version} of the weights, not {version}")
+        assert self._tokenizer is not None
+        engine.step, engine.spent = step, False
+
+        def give(place: int, group: list[Completion]) -> None:
+            self._connection.send(("group", (places[place], group)))
+
+        engine.generate(prompts, num_samples, sampling, seed, self._tokenizer, give)
+        met = {**engine.faults, "seconds": engine.recovery_seconds}
+        engine.faults.clear()
+        engine.recovery_seconds = 0.0
+        return met
+
+    def rest(self, spent: bool) -> None:
+        self._engine.spent = spent
+        self._engine.rest()
+
+
+def bare(prompt: Prompt) -> Prompt:
+    """A prompt without its row of the dataset, which may be anything."""
+    return replace(prompt, row={})
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    try:
+        engine = connection.recv()
+        member = Member(connection, engine)
+        while True:
+            name, arguments = connection.recv()
+            try:
+                answer = "answer", getattr(member, name)(*arguments)
+            except Exception as error:
+                answer = "error", portable(error)
+            connection.send(answer)
+    except (EOFError, OSError):  # the trainer has ended, or wants no more
+        os._exit(0)
+
+
+def portable(error: Exception) -> Exception:
+    """An error that can be raised in the trainer."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return EngineError(f"{type(error).__name__}: {error}")
+    return error
