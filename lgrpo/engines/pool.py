@@ -339,9 +339,10 @@ class MemberProcess:
         self.connection, theirs = Pipe()
         self._is_asked = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        command = [sys.executable, "-c", "from lgrpo.engines.pool_member import main; main()"]
         with self.log.open("w") as log:
             self.process: subprocess.Popen = start_process(
-                [sys.executable, "-c", "from lgrpo.engines.pool_member import main; main()", str(theirs.fileno())],
+                [*command, str(theirs.fileno()), str(folder)],
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,

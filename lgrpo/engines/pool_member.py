@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -125,7 +128,8 @@ def bare(prompt: Prompt) -> Prompt:
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
+    connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    signal.signal(signal.SIGTERM, lambda *_: leave(folder))  # what it is sent when the trainer is gone
     try:
         engine = connection.recv()
         member = Member(connection, engine)
@@ -137,7 +141,15 @@ def main() -> None:
                 answer = "error", portable(error)
             connection.send(answer)
     except (EOFError, OSError):  # the trainer has ended, or wants no more
-        os._exit(0)
+        leave(folder)
+
+
+def leave(folder: Path) -> NoReturn:
+    """Ends, without its files, and the last one without the pool's."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
+    os._exit(0)
 
 
 def portable(error: Exception) -> Exception:

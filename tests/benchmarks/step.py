@@ -49,7 +49,7 @@ SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
 }
 SETTINGS = ("workload", "v", "prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens")
 SETTINGS += ("micro_batches", "steps", "warm_up", "checkpointing", "compile", "liger", "continuous_batching")
-SETTINGS += ("threads", "clock", "engine_memory", "servers")
+SETTINGS += ("threads", "clock", "engine_memory", "processes")
 
 
 def machine_name(device: str) -> str:
@@ -155,7 +155,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--v", type=int, default=1, help="TRL's steps_per_generation, in steps")
     parser.add_argument("--also-v", type=int, nargs="+", default=[], help="a cycle of lgrpo alone, beside TRL at v = 1")
     parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU that vLLM takes")
-    parser.add_argument("--servers", type=int, default=0, help="lgrpo samples with so many vLLM servers on this device")
+    parser.add_argument("--processes", type=int, default=0, help="lgrpo samples with an EnginePool of so many")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
     parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=False, help="TRL's fused loss")
@@ -188,8 +188,6 @@ def parse() -> argparse.Namespace:
         parser.error(
             "--clock cpu adds up the time of all threads: it is that of a step with --threads 1 on a CPU alone"
         )
-    if options.servers and options.workload != ["fixed"]:
-        parser.error("--servers gives all completions one length: add --workload fixed")
     options.checkpointing = cuda if options.checkpointing is None else options.checkpointing
     options.compile = cuda if options.compile is None else options.compile
     return options

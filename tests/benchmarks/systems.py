@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from lgrpo.callbacks import EngineSync
-from lgrpo.engines import RolloutEngine, TransformersEngine, VLLMEngine, VLLMServerEngine
+from lgrpo.engines import EnginePool, RolloutEngine, TransformersEngine, VLLMEngine
 from tests.benchmarks.stages import Stages
 from tests.benchmarks.workload import (
+    PrescribedEmbedded,
+    PrescribedVLLM,
     lengths,
     prescribe_embedded,
     prescribe_generate,
-    prescribe_servers,
     prescribe_vllm,
     prompt_texts,
 )
@@ -48,7 +49,6 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         RolloutDataModule,
         Sampling,
     )
-    from lgrpo.data.queue import RolloutQueue
     from lgrpo.data.scorer import GroupScores
     from lgrpo.tasks import DatasetTask
     from tests.benchmarks.parity_reward import Parity
@@ -70,7 +70,7 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         group_size=options.group,
         num_rollouts=options.warm_up + options.steps,
         sampling=Sampling(max_tokens=work.longest),
-        generate_ahead=options.v > 1 and not options.servers,  # servers sample the next one meanwhile
+        generate_ahead=options.v > 1,
         shuffle=False,
     )
 
@@ -89,7 +89,6 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
 
     stages.wrap(type(engine), "generate", "generate")
     stages.wrap(type(engine), "rest", "generate")
-    stages.wrap(RolloutQueue, "get", "generate")  # what is sampled behind the trainer's back is waited for here
     stages.wrap(type(engine), "load_weights", "sync")
     stages.wrap(GroupScores, "__call__", "rest")
     stages.wrap(GroupScores, "result", "score")
@@ -116,22 +115,22 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
-    """vLLM on a GPU, in process or as servers beside the trainer; on a CPU the embedded engine, or a server."""
-    cuda, longest = options.device == "cuda", options.prompt_tokens + work.longest
-    if options.servers:
-        prescribe_servers(work.longest)
-        return VLLMServerEngine(
-            num_servers=options.servers,
-            dtype="bfloat16" if cuda else None,
-            max_model_len=longest,
-            gpu_memory_utilization=options.engine_memory / options.servers,
-            transfer="ipc" if cuda else "file",
-        )
+    """vLLM on a GPU, on a CPU the embedded engine; in the trainer's process, or in several."""
+    cuda, pooled = options.device == "cuda", options.processes > 0
+    engine: RolloutEngine
     if cuda:
-        prescribe_vllm(work.lengths)
-        return VLLMEngine(dtype="bfloat16", max_model_len=longest, gpu_memory_utilization=options.engine_memory)
-    prescribe_embedded(work.lengths)
-    return TransformersEngine()
+        engine = (PrescribedVLLM if pooled else VLLMEngine)(
+            dtype="bfloat16",
+            max_model_len=options.prompt_tokens + work.longest,
+            gpu_memory_utilization=options.engine_memory / max(1, options.processes),
+        )
+    else:
+        engine = (PrescribedEmbedded if pooled else TransformersEngine)()
+    if isinstance(engine, PrescribedVLLM | PrescribedEmbedded):
+        engine.given, engine.group = work.lengths, options.group
+        return EnginePool(engine, options.processes)
+    (prescribe_vllm if cuda else prescribe_embedded)(work.lengths)
+    return engine
 
 
 def run_trl(options: argparse.Namespace) -> dict[str, Any]:

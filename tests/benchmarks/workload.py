@@ -15,6 +15,9 @@ from typing import Any, Literal
 
 import torch
 
+from lgrpo import Prompt
+from lgrpo.engines import TransformersEngine, VLLMEngine
+
 SHAPES: dict[str, dict[str, int]] = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     | {"num_key_value_heads": 4, "vocab_size": 152064},
@@ -155,16 +158,26 @@ def prescribe_vllm(given: Sequence[int]) -> None:
     ParentRequest._get_child_sampling_params = own_limit
 
 
-def prescribe_servers(length: int) -> None:
-    """In ``lgrpo.engines.VLLMServerEngine``: all completions have this length."""
-    from lgrpo.engines.server import VLLMServer
+class _Prescribed:
+    """An engine in a pool: wherever a prompt ends up, its completions have the lengths of its place in the run."""
 
-    call = VLLMServer.call
+    given: Sequence[int] = ()
+    group = 1
+    prescribe: Callable[[Sequence[int]], None]
+    _order: list[int] | None = None
 
-    def prescribed(self: Any, method: str, path: str, *arguments: Any, **options: Any) -> Any:
-        if path == "/v1/completions":
-            own = {"ignore_eos": True, "stop_token_ids": [], "max_tokens": length}
-            options["json"] = options["json"] | own
-        return call(self, method, path, *arguments, **options)
+    def generate(self, prompts: Sequence[Prompt], *arguments: Any) -> Any:
+        if self._order is None:
+            self._order = []
+            self.prescribe(self._order)
+        for prompt in prompts:
+            self._order += self.given[prompt.position * self.group : (prompt.position + 1) * self.group]
+        return super().generate(prompts, *arguments)  # type: ignore[misc]
 
-    VLLMServer.call = prescribed  # type: ignore[method-assign]
+
+class PrescribedVLLM(_Prescribed, VLLMEngine):  # type: ignore[misc]
+    prescribe = staticmethod(prescribe_vllm)
+
+
+class PrescribedEmbedded(_Prescribed, TransformersEngine):  # type: ignore[misc]
+    prescribe = staticmethod(prescribe_embedded)

@@ -1,0 +1,232 @@
+"""Engines in processes of their own: real processes, killed and stopped. One pool serves most tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lgrpo import ReplayEngine, Sampling, TransformersEngine
+from lgrpo.engines import EngineError, EnginePool, NoWeightsError, VLLMEngine, VLLMServerEngine, WeightSyncError
+from tests.engines.conftest import build_policy
+from tests.engines.faulty import Distorted
+from tests.engines.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
+from tests.helpers import fit, largest_difference
+
+SAMPLING = Sampling(max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def pool(policy):
+    pool = EnginePool(TransformersEngine(), num_processes=2)
+    pool.load_weights(policy.weights(), step=3)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone(policy):
+    engine = TransformersEngine()
+    engine.load_weights(policy.weights(), step=3)
+    return engine
+
+
+def ask(engine, policy, texts=TEXTS, on_group=None):
+    return engine.generate(prompts(policy, *texts), 4, SAMPLING, 7, policy.tokenizer, on_group)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize("inner", [VLLMServerEngine(), ReplayEngine("x.parquet"), EnginePool()])
+    def test_an_engine_that_is_not_in_its_own_process(self, inner):
+        with pytest.raises(ValueError, match=rf"{type(inner).__name__} in an EnginePool"):
+            EnginePool(inner)
+
+    def test_no_processes(self):
+        with pytest.raises(ValueError, match="num_processes is 0"):
+            EnginePool(num_processes=0)
+
+    def test_no_weights(self, policy):
+        with pytest.raises(NoWeightsError):
+            ask(EnginePool(), policy)
+
+    def test_what_an_engine_refuses_reaches_the_trainer(self, policy):
+        pool = EnginePool(TransformersEngine(), num_processes=1)
+        pool.engine.max_sequences = None
+        pool.load_weights(policy.weights(), 0)
+        with pytest.raises(TypeError, match="NoneType"):  # as it would without a pool
+            ask(pool, policy)
+        pool.close()
+
+
+def test_as_one_engine_would(policy, pool, alone):
+    seen = []
+    groups = ask(pool, policy, on_group=lambda place, group: seen.append((place, group)))
+    assert as_ids(groups) == as_ids(ask(alone, policy))
+    assert sorted(seen, key=lambda pair: pair[0]) == list(enumerate(groups)), "each is told of once"
+    assert as_ids(ask(pool, policy, TEXTS[:1])) == as_ids(groups[:1]), "fewer prompts than processes"
+    held = pool.held_weights()
+    assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
+
+
+def test_a_prompts_row_stays_here(policy, pool, alone):
+    """It may be anything, and need not be one that can be sent."""
+    questions = prompts(policy, *TEXTS)
+    questions[0].row["function"] = lambda: None
+    assert as_ids(pool.generate(questions, 4, SAMPLING, 7, policy.tokenizer)) == as_ids(ask(alone, policy))
+
+
+def test_other_weights(policy, pool):
+    other = build_policy()
+    disturb(other)
+    with pool.holding(other.weights(), step=99):
+        assert mismatch(other, prompts(policy, *TEXTS), ask(pool, policy)) <= TOLERANCE
+    assert mismatch(policy, prompts(policy, *TEXTS), ask(pool, policy)) <= TOLERANCE
+    before = len(pool.ledger)
+    record = pool.load_weights(other.weights(), step=4)
+    assert (record.version, record.step) == (before, 4)
+    groups = ask(pool, policy)
+    assert mismatch(other, prompts(policy, *TEXTS), groups) <= TOLERANCE
+    assert {(c.behaviour_step, c.version) for group in groups for c in group} == {(4, before)}
+    pool.load_weights(policy.weights(), step=3)
+
+
+def test_a_generation_that_is_interrupted(policy, pool, alone):
+    def interrupt(place, group):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(pool, policy, on_group=interrupt)
+    assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy)), "what was left over is for nobody"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_ends_or_hangs(policy, pool, alone, how):
+    failures, restarts = pool.faults["failures"], pool.faults["restarts"]
+    os.kill(pool._members[1].process.pid, how)
+    pool.timeout, before = 3.0, pool.timeout
+    with pytest.warns(UserWarning, match=r"recovering from failure 1 of at most 3: .*process"):
+        groups = ask(pool, policy)
+    pool.timeout = before
+    assert as_ids(groups) == as_ids(ask(alone, policy))
+    assert pool.faults["failures"] - failures == 1
+    assert pool.faults["restarts"] - restarts >= 1
+    assert all(member.is_alive for member in pool._members)
+
+
+def test_a_process_that_ends_before_a_sync(policy, pool, alone):
+    pool._members[0].kill()
+    with pytest.warns(UserWarning, match="exit code -9"):
+        pool.load_weights(policy.weights(), step=3)
+    assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy))
+
+
+def test_none_is_left(policy, pool):
+    for member in pool._members:
+        member.kill()
+    with (
+        pytest.warns(UserWarning, match="recovering"),
+        pytest.raises(EngineError, match=r"no process that holds the behaviour policy is left.*ckpt_path last"),
+    ):
+        ask(pool, policy)
+    pool.load_weights(policy.weights(), step=3)
+    assert len(ask(pool, policy)) == len(TEXTS)
+
+
+def test_too_many_failures(policy, pool):
+    pool.max_failures, before = 0, pool.max_failures
+    pool._members[1].kill()
+    with pytest.raises(EngineError, match=r"failed once in one go \(max_failures is 0\)"):
+        ask(pool, policy)
+    pool.max_failures = before
+    with pytest.warns(UserWarning, match="recovering"):
+        assert len(ask(pool, policy)) == len(TEXTS)
+
+
+def test_weights_that_are_not_finite_are_refused(policy, pool):
+    other = build_policy()
+    with torch.no_grad():
+        other.model.model.norm.weight[3] = float("nan")
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight is not finite"):
+        pool.load_weights(other.weights(), step=7)
+    with pytest.raises(NoWeightsError):
+        ask(pool, policy)
+    pool.load_weights(policy.weights(), step=3)
+
+
+def test_a_difference_names_the_tensor(policy):
+    pool = EnginePool(Distorted())
+    with pytest.raises(WeightSyncError, match=r"the engine's model\.norm\.weight differs from the policy's"):
+        pool.load_weights(policy.weights(), step=0)
+    pool.close()
+
+
+def test_a_whole_run():
+    """Lags, samples and weights are those without a pool."""
+    plain = fit(v=4, rollouts=8, data={"generate_ahead": True})
+    pooled = fit(v=4, rollouts=8, data={"generate_ahead": True, "engine": EnginePool(TransformersEngine())})
+    assert pooled.recorder.lags == plain.recorder.lags == [0, 1, 2, 3] * 2
+    for a, b in zip(plain.recorder.rollouts, pooled.recorder.rollouts, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+    assert largest_difference(plain.module.policy.state_dict(), pooled.module.policy.state_dict()) < 1e-5
+
+
+PARENT = """
+import os, time
+from lgrpo import TransformersEngine
+from lgrpo.engines import EnginePool
+from tests.engines.conftest import build_policy
+pool = EnginePool(TransformersEngine())
+pool.load_weights(build_policy().weights(), 0)
+print(pool._folder, *[member.process.pid for member in pool._members], flush=True)
+time.sleep(600)
+"""
+
+
+def test_they_end_with_the_trainer():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    folder, *pids = parent.stdout.readline().split()
+    assert len(pids) == 2
+    assert all(is_running(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_running(pid) for pid in pids)
+    assert not Path(folder).exists()
+
+
+def test_vllm_in_two_processes(policy):
+    pytest.importorskip("vllm")
+    pool = EnginePool(VLLMEngine(max_model_len=32))
+    questions = prompts(policy, *TEXTS)
+    try:
+        pool.load_weights(policy.weights(), step=0)
+        assert mismatch(policy, questions, ask(pool, policy)) <= TOLERANCE
+        other = build_policy()
+        disturb(other)
+        pool.load_weights(other.weights(), step=1)
+        groups = ask(pool, policy)
+        assert mismatch(other, questions, groups) <= TOLERANCE
+        pool._members[0].kill()
+        with pytest.warns(UserWarning, match="recovering"):
+            assert as_ids(ask(pool, policy)) == as_ids(groups)
+        with pytest.raises(ValueError, match="exceed vLLM's max_model_len of 32"):
+            ask(pool, policy, ["0" * 30])
+        pool.rest()
+        assert as_ids(ask(pool, policy)) == as_ids(groups)
+    finally:
+        pool.close()
