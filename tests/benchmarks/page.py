@@ -43,6 +43,7 @@ def describe(name: str, result: dict[str, Any]) -> str:
             f"{s['group']} completions, {tokens}; v = {v}, micro-batches: {s['micro_batches']}; "
             f"steps: {s['steps']} after {s['warm_up']}"
         )
+        title += f"; {run['note']}" if "note" in run else ""
         title += f". Ratio to TRL: **{run['ratio']:.2f}**" if "ratio" in run else ""
         blocks.append(f"{title}\n\n{table(run)}")
     versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
