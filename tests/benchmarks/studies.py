@@ -377,7 +377,7 @@ temperature 0.7; it was 0.059 before:
 {gsm8k}
 
 **Nothing can be told apart.** In every arm pass@1 ends where it began, within the ± 0.008 that 1,319 problems leave to
-chance (twice the standard error), so whether the mask stabilises, or v = 10 matches v = 1, is not answered at this size:
+chance (twice the standard error): whether the mask stabilises, or v = 10 matches v = 1, is not answered at this size;
 a model of 135M solves one problem in seventeen, in six groups of ten all rewards are equal, and 36 steps are few. With
 four syncs instead of 36 (kl_behaviour at most 0.011 instead of 0.002) there is no harm that shows. Not run on a GPU:
 (10, 1) without the mask, (1, 10), more seeds, the other studies.

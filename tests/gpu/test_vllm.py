@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lgrpo import CausalPolicy, Prompt, Sampling
-from lgrpo.engines import EngineError, VLLMEngine, VLLMServerEngine, vllm_nccl
+from lgrpo.engines import EngineError, EnginePool, VLLMEngine, VLLMServerEngine, vllm_nccl
 from tests.gpu import SHAPE
 
 pytest.importorskip("vllm")
@@ -93,6 +93,31 @@ def test_in_process_with_sleep_mode(policy):
         engine.generate(prompts(64), 8, Sampling(max_tokens=200), 1, policy.tokenizer)
         print(f"seeded {seeded}: 512 x 200 tokens in {time.perf_counter() - start:.2f} s")
     engine.close()
+
+
+def test_a_pool_on_the_same_card(policy):
+    engine = VLLMEngine(dtype="bfloat16", gpu_memory_utilization=0.1, kv_cache_gib=4, max_model_len=256, seeded=True)
+    pool, questions, sampling = EnginePool(engine), prompts(), Sampling(max_tokens=64)
+    try:
+        for step in range(3):
+            record = pool.load_weights(policy.weights(), step, num_rollouts=1)
+            groups = pool.generate(questions, 4, sampling, 0, policy.tokenizer)
+            print(record, mean_mismatch(policy, questions, groups))
+            assert mean_mismatch(policy, questions, groups) < 0.1
+            held = pool.state_dict()["weights"]
+            assert all(torch.equal(held[name], tensor.to(torch.bfloat16).cpu()) for name, tensor in policy.weights())
+            pool.spent = step < 2
+            awake = torch.cuda.mem_get_info()[0]
+            pool.rest()
+            assert torch.cuda.mem_get_info()[0] - awake > 6 * 2**30, "both sleep"
+            disturb(policy)
+        assert pool.generate(questions, 4, sampling, 0, policy.tokenizer) == groups, "asleep, the weights stay"
+        pool._members[0].kill()
+        with pytest.warns(UserWarning, match="recovering"):
+            again = pool.generate(questions, 4, sampling, 0, policy.tokenizer)
+        assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in groups]
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("transfer", ["file", "ipc", "nccl"])
