@@ -7,12 +7,14 @@ import contextlib
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -41,9 +43,24 @@ from lgrpo.engines.vllm_process import check_lengths
 from lgrpo.engines.vllm_transfer import chunks
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
-OF_THE_TRAINER = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-OF_THE_TRAINER |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
-"""Variables that tell a process which of the trainer's ranks it is."""
+OF_THE_TRAINER = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "TORCHELASTIC_",
+)
+"""How variables begin that tell a process which of the trainer's ranks it is."""
+_ROOM = 4 * 2**30
+_COMMAND = """
+import os, shutil, signal, sys  # before all that takes long: the trainer may end meanwhile
+signal.signal(signal.SIGTERM, lambda *_: (shutil.rmtree(os.path.dirname(sys.argv[2]), True), os._exit(0)))
+from lgrpo.engines.pool_member import main
+main()
+"""
 
 
 @final
@@ -83,6 +100,8 @@ class EnginePool(RolloutEngine):
                 f"a {type(self.engine).__name__} in an EnginePool: only an engine that samples in its own process can "
                 "be in several, such as VLLMEngine"
             )
+        if getattr(self.engine, "tensor_parallel_size", 1) > 1:
+            raise ValueError("an engine with tensor_parallel_size above 1 in an EnginePool: each has one GPU, the same")
         if num_processes < 1:
             raise ValueError(f"num_processes is {num_processes}; at least 1 is needed")
         if max_failures < 0:
@@ -100,24 +119,32 @@ class EnginePool(RolloutEngine):
 
     def receive(self, weights: PolicyWeights, version: int) -> Sent:
         self._num_failures = 0
-        while True:
-            try:
-                sent = self._hand_over_to_all(weights, version)
-                break
-            except EngineFailure as failure:
+        make_room()
+        try:
+            sent, failures = self._hand_over_to_all(weights, version)
+            for failure in failures:
                 self._count(failure)
-                self.faults["restarts"] += len(self._members)
-                self.close()  # the others wait for the rest of the weights
-            except BaseException as error:
-                self.close()  # half of the weights may have gone: nothing may be sampled from them
-                if isinstance(error, WeightSyncError) or not isinstance(error, EngineError):
-                    raise
-                raise WeightSyncError(f"the sync failed: {error}") from error
-        self._config, self._sent = weights.config, sent
+            self._config, self._sent = weights.config, sent
+            if failures and not self._members:
+                sent = self._sent = self._begin_again(weights, version)
+            elif failures:
+                self._mend(version)
+        except BaseException as error:
+            self.close()  # half of the weights may have gone: nothing may be sampled from them
+            if isinstance(error, WeightSyncError) or not isinstance(error, EngineError):
+                raise
+            raise WeightSyncError(f"the sync failed: {error}") from error
         return sent
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:
-        reports = [member.call("checksums", timeout=self.sync_timeout) for member in self._members]
+        version = 0 if self.version is None else self.version
+        while True:
+            try:
+                reports = [member.call("checksums", timeout=self.sync_timeout) for member in self._members]
+                break
+            except EngineFailure as failure:
+                self._count(failure)
+                self._mend(version)
         for report in reports[1:]:
             sent.compare(report)
         return reports[0]
@@ -125,6 +152,7 @@ class EnginePool(RolloutEngine):
     def held_weights(self) -> dict[str, Tensor]:
         if self._config is None:
             raise NoWeightsError
+        make_room()
         why = ""
         for member in self._members:
             path = member.folder / "held.safetensors"
@@ -156,6 +184,7 @@ class EnginePool(RolloutEngine):
             check_lengths(prompts, sampling, longest)
         groups: dict[int, list[Completion]] = {}
         self._num_failures = 0
+        make_room()
 
         def keep(place: int, group: list[Completion]) -> None:
             groups[place] = group
@@ -164,12 +193,13 @@ class EnginePool(RolloutEngine):
 
         while left := [place for place in range(len(prompts)) if place not in groups]:
             try:
-                self._share_out(
-                    [(place, prompts[place]) for place in left], keep, tokenizer, num_samples, sampling, seed
-                )
+                if len(self._members) < self.num_processes:
+                    self._mend(held[1])
+                asked = [(place, prompts[place]) for place in left]
+                self._share_out(asked, keep, tokenizer, num_samples, sampling, seed)
             except EngineFailure as failure:
                 self._count(failure)
-                self._mend(held[1])
+                self._drop_dead()
         return [groups[place] for place in range(len(prompts))]
 
     def rest(self) -> None:
@@ -185,55 +215,85 @@ class EnginePool(RolloutEngine):
     def close(self) -> None:
         self.forget()
         self._config = None
-        members, self._members = self._members, []
-        for member in members:
-            member.close()
+        self._close_members()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
         atexit.unregister(self.close)
 
+    def _close_members(self) -> None:
+        members, self._members = self._members, []
+        for member in members:
+            member.close()
+
     # Weights
 
-    def _hand_over_to_all(self, weights: PolicyWeights, version: int) -> Sent:
+    def _hand_over_to_all(self, weights: PolicyWeights, version: int) -> tuple[Sent, list[EngineFailure]]:
         if self._members:
             return self._hand_over(self._members, weights, version, self.sync_timeout)
         self._members = [self._start() for _ in range(self.num_processes)]
         if not torch.cuda.is_available() or getattr(self.engine, "kv_cache_gib", None) is not None:
             return self._hand_over(self._members, weights, version, self.start_timeout)
-        for member in self._members:  # vLLM looks how much memory is free, and no other may take some meanwhile
-            sent = self._hand_over([member], weights, version, self.start_timeout)
-        return sent
+        failures: list[EngineFailure] = []
+        for member in list(self._members):  # vLLM looks how much memory is free, and no other may take some meanwhile
+            sent, failed = self._hand_over([member], weights, version, self.start_timeout)
+            failures += failed
+        return sent, failures
 
     def _hand_over(
         self, members: Sequence[MemberProcess], weights: PolicyWeights, version: int, timeout: float
-    ) -> Sent:
-        """The same weights for several members, about a gigabyte at a time."""
-        sent, is_first = Sent(dtype=getattr(self.engine, "dtype", None)), True
-        for chunk in chunks(sent.through(weights)):
+    ) -> tuple[Sent, list[EngineFailure]]:
+        """The same weights for several members, about a gigabyte at a time. Who fails is left out, and dropped.
+
+        Of a policy that is spread over ranks, all ranks gather each tensor: so it goes on to the last in any case.
+        """
+        sent = Sent(dtype=getattr(self.engine, "dtype", None))
+        failures: dict[MemberProcess, EngineFailure] = {}
+
+        def each(action: Callable[[MemberProcess], Any]) -> None:
             for member in members:
-                parcel = packed(chunk, member.folder / "weights.safetensors")  # each is for one reader
-                if is_first:
-                    member.ask("receive", weights.config, version, parcel, timeout=timeout)
-                else:
-                    member.send(parcel)
-            for member in members:
-                member.expect("next", timeout)
-            is_first = False
-        for member in members:
-            member.send(None)
-        for member in members:
-            member.answer(timeout)
+                if member not in failures:
+                    try:
+                        action(member)
+                    except EngineFailure as failure:
+                        failures[member] = failure
+
+        for number, chunk in enumerate(chunks(sent.through(weights))):
+
+            def give(member: MemberProcess, chunk: dict[str, Tensor] = chunk, number: int = number) -> None:
+                member.give(chunk, weights.config, version, number, timeout)
+
+            each(give)
+            each(lambda member: member.expect("next", timeout))
+        each(lambda member: member.send(None, timeout))
+        each(lambda member: member.answer(timeout))
+        for member in failures:
+            member.close()
+            if member in self._members:
+                self._members.remove(member)
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
-        return sent
+        return sent, list(failures.values())
+
+    def _begin_again(self, weights: PolicyWeights, version: int) -> Sent:
+        """All members failed in a sync: others, where that concerns no other rank."""
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise EngineError(f"every process of the pool failed in a sync of several ranks: {GO_ON}")
+        while True:
+            self.faults["restarts"] += self.num_processes
+            sent, failures = self._hand_over_to_all(weights, version)
+            if not failures:
+                return sent
+            for failure in failures:
+                self._count(failure)
+            self._close_members()
 
     def _start(self) -> MemberProcess:
         if self._folder is None:
-            shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            self._folder = Path(tempfile.mkdtemp(prefix="lgrpo-pool-", dir=shared))
+            has_room = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > _ROOM
+            self._folder = Path(tempfile.mkdtemp(prefix="lgrpo-pool-", dir="/dev/shm" if has_room else None))
             atexit.register(self.close)  # whatever ends the run ends its processes, and leaves no files
-        environment = {name: value for name, value in os.environ.items() if name not in OF_THE_TRAINER}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_TRAINER)}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         if not torch.cuda.is_available():
             environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // self.num_processes))
@@ -253,6 +313,8 @@ class EnginePool(RolloutEngine):
         seed: int,
     ) -> None:
         """All prompts to all members, and their answers as they come. At the end, an error if a member failed."""
+        if not self._members:
+            raise EngineError(f"no process that holds the behaviour policy is left: {GO_ON}")
         failure: EngineFailure | None = None
         busy: dict[Connection, MemberProcess] = {}
         deadline = time.monotonic() + self.timeout
@@ -266,26 +328,31 @@ class EnginePool(RolloutEngine):
                 busy[member.connection] = member
             except EngineFailure as error:
                 failure = error
-        while busy:
-            ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                for member in busy.values():
-                    member.kill()
-                raise EngineFailure(f"{len(busy)} processes of the pool were not done after {self.timeout:g} s")
-            for connection in ready:
-                member = busy[connection]  # type: ignore[index]
-                try:
-                    word, what = member.hear(self.timeout)
-                except EngineFailure as error:
-                    failure = error
-                    del busy[member.connection]
-                    continue
-                if word == "group":
-                    keep(*what)
-                elif word == "answer":
-                    self.recovery_seconds += what.pop("seconds")
-                    self.faults.update(what)
-                    del busy[member.connection]
+        try:
+            while busy:
+                ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    for member in busy.values():
+                        member.kill()
+                    raise EngineFailure(f"{len(busy)} processes of the pool were not done after {self.timeout:g} s")
+                for connection in ready:
+                    member = busy[connection]  # type: ignore[index]
+                    try:
+                        word, what = member.hear(self.timeout)
+                    except EngineFailure as error:
+                        failure = error
+                        del busy[member.connection]
+                        continue
+                    if word == "group":
+                        keep(*what)
+                    elif word == "answer":
+                        self.recovery_seconds += what.pop("seconds")
+                        self.faults.update(what)
+                        del busy[member.connection]
+        except BaseException:
+            for member in busy.values():
+                member.interrupt()  # else whoever asks it next, for a checkpoint say, would wait for all of this
+            raise
         if failure is not None:
             raise failure
 
@@ -301,26 +368,25 @@ class EnginePool(RolloutEngine):
             f"recovering from failure {self._num_failures} of at most {self.max_failures}: {failure}", stacklevel=2
         )
 
-    def _drop_dead(self) -> int:
-        """How many members are gone."""
-        living = [member for member in self._members if member.is_alive]
-        gone = len(self._members) - len(living)
-        for member in self._members:
-            if not member.is_alive:
-                member.close()
-        self._members = living
-        return gone
+    def _drop_dead(self) -> None:
+        for member in [member for member in self._members if not member.is_alive]:
+            member.close()
+            self._members.remove(member)
 
     def _mend(self, version: int) -> None:
         """Processes in the place of those that are gone, with the weights the others hold."""
         start = time.perf_counter()
-        gone = self._drop_dead()
+        self._drop_dead()
+        if len(self._members) == self.num_processes:
+            return
         held = self.held_weights()
         weights = PolicyWeights(config=self.held_config(), tensors=lambda: iter(held.items()))
-        for _ in range(gone):
+        while len(self._members) < self.num_processes:
             member = self._start()
             try:
-                self._hand_over([member], weights, version, self.start_timeout)
+                _, failures = self._hand_over([member], weights, version, self.start_timeout)
+                for failure in failures:
+                    raise failure
                 self._sent.compare(member.call("checksums", timeout=self.sync_timeout))
             except BaseException:
                 member.close()
@@ -328,6 +394,12 @@ class EnginePool(RolloutEngine):
             self._members.append(member)
             self.faults["restarts"] += 1
         self.recovery_seconds += time.perf_counter() - start
+
+
+def make_room() -> None:
+    """What the trainer keeps of the GPU's memory for its next update, the engines need now."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class MemberProcess:
@@ -339,10 +411,9 @@ class MemberProcess:
         self.connection, theirs = Pipe()
         self._is_asked = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        command = [sys.executable, "-c", "from lgrpo.engines.pool_member import main; main()"]
         with self.log.open("w") as log:
             self.process: subprocess.Popen = start_process(
-                [*command, str(theirs.fileno()), str(folder)],
+                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(folder)],
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -351,7 +422,7 @@ class MemberProcess:
             )
         theirs.close()
         try:
-            self.send(engine)
+            self.send(engine, timeout=60)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             self.kill()
             raise EngineError(f"a {type(engine).__name__} cannot be sent to another process: {error}") from error
@@ -367,10 +438,20 @@ class MemberProcess:
 
     def ask(self, name: str, *arguments: Any, timeout: float) -> None:
         """Gives an order. One before it that nobody waited for, since it was interrupted, is finished first."""
-        if self._is_asked:
-            self.answer(timeout)
-        self.send((name, arguments))
+        while self._is_asked:
+            self._next(timeout)  # for nobody, errors too
+        self.send((name, arguments), timeout)
         self._is_asked = True
+
+    def give(
+        self, chunk: dict[str, Tensor], config: PretrainedConfig, version: int, number: int, timeout: float
+    ) -> None:
+        """Some of the weights; with the first of them the order to take them in."""
+        parcel = packed(chunk, self.folder / "weights.safetensors")
+        if number == 0:
+            self.ask("receive", config, version, parcel, timeout=timeout)
+        else:
+            self.send(parcel, timeout)
 
     def learn(self, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
         if tokenizer is not self._tokenizer:
@@ -391,24 +472,54 @@ class MemberProcess:
 
     def hear(self, timeout: float) -> tuple[str, Any]:
         """The next thing it says; its errors are raised."""
-        try:
-            if not self.connection.poll(timeout):
-                self.kill()
-                raise EngineFailure(f"a process of the pool said nothing for {timeout:g} s{telling_lines(self.log)}")
-            word, what = self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._gone() from error
-        if word in ("answer", "error"):
-            self._is_asked = False
+        word, what = self._next(timeout)
         if word == "error":
             raise what
         return word, what
 
-    def send(self, what: Any) -> None:
-        try:
+    def send(self, what: Any, timeout: float) -> None:
+        with self._within(timeout):
             self.connection.send(what)
-        except OSError as error:
+
+    def interrupt(self) -> None:
+        """It is to leave what it is at."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGINT)
+
+    def _next(self, timeout: float) -> tuple[str, Any]:
+        with self._within(timeout):
+            word, what = self.connection.recv()
+        if word in ("answer", "error"):
+            self._is_asked = False
+        return word, what
+
+    @contextlib.contextmanager
+    def _within(self, timeout: float) -> Iterator[None]:
+        """One message, whole, within a time; else the process ends, and nobody waits for the rest of it."""
+        late = threading.Event()
+
+        def give_up_on_it() -> None:
+            late.set()
+            self.kill()
+
+        timer = threading.Timer(timeout, give_up_on_it)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            if late.is_set():
+                raise EngineFailure(
+                    f"a process of the pool said nothing for {timeout:g} s{telling_lines(self.log)}"
+                ) from error
             raise self._gone() from error
+        except (pickle.PicklingError, TypeError, AttributeError):  # what was to be sent cannot be: nothing went
+            raise
+        except BaseException:
+            self.kill()  # half a message has gone or come
+            raise
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         """Ends it: a process whose pipe is closed goes by itself, unless it is at something."""
@@ -416,6 +527,7 @@ class MemberProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0 if self._is_asked else 10)
         self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def kill(self) -> None:
         kill_process(self.process)

@@ -61,6 +61,15 @@ class Member:
         self._engine = engine
         self._sent = Sent()
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._is_generating = False
+        self._is_sending = False
+        self._is_interrupted = False
+
+    def _interrupt(self, *_: Any) -> None:
+        """Nobody waits for this generation any more. A message that has begun is finished first."""
+        self._is_interrupted = self._is_generating
+        if self._is_generating and not self._is_sending:
+            raise KeyboardInterrupt
 
     def receive(self, config: PretrainedConfig, version: int, first: Parcel) -> None:
         """Takes weights in, parcel by parcel, and says ``next`` when one is read."""
@@ -109,9 +118,17 @@ class Member:
         engine.step, engine.spent = step, False
 
         def give(place: int, group: list[Completion]) -> None:
+            self._is_sending = True
             self._connection.send(("group", (places[place], group)))
+            self._is_sending = False
+            if self._is_interrupted:
+                raise KeyboardInterrupt
 
-        engine.generate(prompts, num_samples, sampling, seed, self._tokenizer, give)
+        self._is_generating, self._is_interrupted = True, False
+        try:
+            engine.generate(prompts, num_samples, sampling, seed, self._tokenizer, give)
+        finally:
+            self._is_generating = False
         met = {**engine.faults, "seconds": engine.recovery_seconds}
         engine.faults.clear()
         engine.recovery_seconds = 0.0
@@ -133,10 +150,13 @@ def main() -> None:
     try:
         engine = connection.recv()
         member = Member(connection, engine)
+        signal.signal(signal.SIGINT, member._interrupt)
         while True:
             name, arguments = connection.recv()
             try:
                 answer = "answer", getattr(member, name)(*arguments)
+            except KeyboardInterrupt:
+                answer = "error", EngineError("a generation was interrupted")
             except Exception as error:
                 answer = "error", portable(error)
             connection.send(answer)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -232,7 +233,8 @@ class VLLMEngine(RolloutEngine):
         while left := [place for place in range(len(prompts)) if place not in groups]:
             try:
                 self._wake("weights", "kv_cache")
-                self._run({place: (requests[place], parameters[place]) for place in left}, keep)
+                noise = stream_seed(seed, prompts[left[0]].position)
+                self._run({place: (requests[place], parameters[place]) for place in left}, keep, noise)
             except EngineFailure as failure:
                 num_failures, self.faults["failures"] = num_failures + 1, self.faults["failures"] + 1
                 if num_failures > self.max_failures:
@@ -406,13 +408,21 @@ class VLLMEngine(RolloutEngine):
         adapter = Adapter(rank=self.adapter_rank, base=self._base, tensors=lambda: iter(held.items()))
         return PolicyWeights.adapted(config, adapter)
 
-    def _run(self, requests: Mapping[int, tuple[dict[str, Any], Any]], keep: Callable[[int, Any], None]) -> None:
-        """Steps vLLM until all requests are answered, with a deadline. After an error none of them is left inside."""
+    def _run(
+        self, requests: Mapping[int, tuple[dict[str, Any], Any]], keep: Callable[[int, Any], None], noise: int
+    ) -> None:
+        """Steps vLLM until all requests are answered, with a deadline. After an error none of them is left inside.
+
+        Requests without a seed of their own draw from the process's generators, which begin with ``noise``: left as the
+        trainer has them they would give the same numbers every time, since they are turned back afterwards.
+        """
         engine, finished = self._llm.llm_engine, 0
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
         deadline = time.monotonic() + self.timeout
         inputs, parameters = zip(*requests.values(), strict=True)
         with isolated(), stance, without_collection():
+            np.random.seed(noise % 2**32)
+            torch.manual_seed(noise)
             try:
                 names = self._llm.enqueue(list(inputs), list(parameters), self._request, use_tqdm=False)
                 places = {name.split("-")[0]: place for name, place in zip(names, requests, strict=True)}

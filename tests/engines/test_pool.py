@@ -54,6 +54,10 @@ class TestWhatIsRefused:
         with pytest.raises(ValueError, match=rf"{type(inner).__name__} in an EnginePool"):
             EnginePool(inner)
 
+    def test_tensor_parallelism(self):
+        with pytest.raises(ValueError, match="tensor_parallel_size above 1"):
+            EnginePool(VLLMEngine(tensor_parallel_size=2))
+
     def test_no_processes(self):
         with pytest.raises(ValueError, match="num_processes is 0"):
             EnginePool(num_processes=0)
@@ -104,12 +108,56 @@ def test_other_weights(policy, pool):
 
 
 def test_a_generation_that_is_interrupted(policy, pool, alone):
+    """A checkpoint, and the next generation, do not wait for what is left of it."""
+    finished = []
+
     def interrupt(place, group):
+        finished.append(place)
         raise KeyboardInterrupt
 
+    many = prompts(policy, *TEXTS) * 2000  # minutes of work
     with pytest.raises(KeyboardInterrupt):
-        ask(pool, policy, on_group=interrupt)
+        pool.generate(many, 4, SAMPLING, 7, policy.tokenizer, interrupt)
+    pool.sync_timeout, before = 20.0, pool.sync_timeout
+    held = pool.held_weights()
+    pool.sync_timeout = before
+    assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
     assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy)), "what was left over is for nobody"
+    assert len(finished) == 1
+    assert all(member.is_alive for member in pool._members)
+
+
+def test_an_error_is_raised_once(policy, pool):
+    """That of the other process too, which nobody waited for."""
+    wrong = prompts(policy, *TEXTS)
+    for prompt in wrong:
+        prompt.token_ids[0] = 10**6
+    with pytest.raises(IndexError):
+        pool.generate(wrong, 4, SAMPLING, 7, policy.tokenizer)
+    assert len(ask(pool, policy)) == len(TEXTS)
+
+
+def test_a_process_that_does_not_read(policy, pool, alone):
+    """What it is sent does not fit into the pipe."""
+    os.kill(pool._members[1].process.pid, signal.SIGSTOP)
+    many = [prompt for prompt in prompts(policy, *TEXTS) for _ in range(3000)]
+    pool.timeout, before = 4.0, pool.timeout
+    with pytest.warns(UserWarning, match="recovering from failure 1"), pytest.raises(KeyboardInterrupt):
+        pool.generate(many, 1, Sampling(max_tokens=1), 7, policy.tokenizer, enough_of(13_000 // 2))
+    pool.timeout = before
+    assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy))
+
+
+def enough_of(number):
+    """Interrupts when so many groups are there: more than one process gives before the other is replaced."""
+    seen = []
+
+    def count(place, group):
+        seen.append(place)
+        if len(seen) > number:
+            raise KeyboardInterrupt
+
+    return count
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -141,7 +189,19 @@ def test_none_is_left(policy, pool):
         pytest.raises(EngineError, match=r"no process that holds the behaviour policy is left.*ckpt_path last"),
     ):
         ask(pool, policy)
+    with pytest.raises(EngineError, match="no process that holds the behaviour policy is left"):
+        ask(pool, policy)
     pool.load_weights(policy.weights(), step=3)
+    assert len(ask(pool, policy)) == len(TEXTS)
+
+
+def test_too_many_failures_in_a_sync(policy, pool):
+    pool.max_failures, before = 0, pool.max_failures
+    pool._members[1].kill()
+    with pytest.raises(WeightSyncError, match=r"failed once in one go \(max_failures is 0\)"):
+        pool.load_weights(policy.weights(), step=3)
+    pool.load_weights(policy.weights(), step=3)
+    pool.max_failures = before
     assert len(ask(pool, policy)) == len(TEXTS)
 
 

@@ -114,6 +114,22 @@ def test_neither_batch_nor_order_decides_what_is_sampled(policy, engine):
     assert len({tuple(ids) for ids in together[1]}) > 1
 
 
+def test_without_seeds_no_two_rollouts_draw_the_same_numbers(policy, engine):
+    """vLLM draws from the process's generators then, which are the trainer's again after each call."""
+    questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=10)
+    engine._is_seeded = False
+    try:
+        state = torch.get_rng_state()
+        first, second, again = (
+            as_ids(engine.generate(questions, 4, sampling, seed, policy.tokenizer)) for seed in (1, 2, 1)
+        )
+        assert torch.equal(torch.get_rng_state(), state)
+    finally:
+        engine._is_seeded = True
+    assert first != second
+    assert first == again
+
+
 def test_stop_strings(policy, engine):
     questions = prompts(policy, *TEXTS)
     plain = engine.generate(questions, 8, Sampling(max_tokens=20), 0, policy.tokenizer)

@@ -1,0 +1,48 @@
+"""Every bit counts, and where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lgrpo.functional import tensor_checksum
+from lgrpo.functional.checksum import _CHUNK, _SHIFT, _START, _STEP
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_any_one_bit(dtype):
+    tensor = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    seen = {int(tensor_checksum(tensor))}
+    bits = tensor.view(BITS[dtype])
+    width = 8 * tensor.element_size()
+    for place in range(len(tensor)):
+        for bit in range(width):
+            flipped = bits.clone()
+            flipped[place] ^= 1 << bit if bit < width - 1 else -(1 << bit)
+            seen.add(int(tensor_checksum(flipped.view(dtype))))
+    assert len(seen) == 1 + len(tensor) * width, "no two of them, nor the tensor itself, are alike"
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("size", [4096, 4099])
+def test_signs(dtype, size):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = int(tensor_checksum(tensor))
+    for step in (1, 2, 4, 8, 16):
+        for start in range(step):
+            other = tensor.clone()
+            other[start::step] *= -1
+            assert int(tensor_checksum(other)) != whole
+    for first in range(0, 64):
+        other = tensor.clone()
+        other[[first, first + 4]] *= -1
+        assert int(tensor_checksum(other)) != whole, "two signs that are alike in their place"
+
+
+def test_in_pieces_as_in_one():
+    numbers = torch.randint(-(2**62), 2**62, (2 * _CHUNK + 5,), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(len(numbers)) * _STEP + _START
+    expected = (((numbers >> 31) ^ numbers) + _SHIFT) * places
+    assert int(tensor_checksum(numbers)) == int(expected.sum())
