@@ -46,11 +46,11 @@ class Sent:
     totals: dict[str, Tensor] = field(default_factory=dict)
     """Plain sums, to see whether a tensor is finite."""
 
-    def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights one at a time, each in memory of its own."""
+    def through(self, weights: Iterable[tuple[str, Tensor]], copy: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """The weights one at a time, each in memory of its own; without ``copy``, in the policy's where that can be."""
         for name, tensor in weights:
             tensor = tensor.detach()
-            cast = tensor.to(self.dtype or tensor.dtype, copy=True)
+            cast = tensor.to(self.dtype or tensor.dtype, copy=copy)
             self.totals[name] = cast.sum()
             self.sums[name] = tensor_checksum(cast)
             self.shapes[name] = tuple(cast.shape)

@@ -140,7 +140,9 @@ class EnginePool(RolloutEngine):
         version = 0 if self.version is None else self.version
         while True:
             try:
-                reports = [member.call("checksums", timeout=self.sync_timeout) for member in self._members]
+                for member in self._members:
+                    member.ask("checksums", timeout=self.sync_timeout)
+                reports = [member.answer(self.sync_timeout) for member in self._members]
                 break
             except EngineFailure as failure:
                 self._count(failure)

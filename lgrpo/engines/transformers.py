@@ -53,24 +53,27 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def receive(self, weights: PolicyWeights, version: int) -> Sent:
-        sent = Sent(dtype=self.dtype)
-        incoming = dict(sent.through(weights))
-        if self._model is None:
-            example = next(iter(incoming.values()))
-            with torch.device(example.device), torch.random.fork_rng(devices=[]):
-                self._model = AutoModelForCausalLM.from_config(
-                    copy.deepcopy(weights.config),  # which would take on the engine's attention, and the policy with it
-                    dtype=example.dtype,
-                    attn_implementation="sdpa",
-                    trust_remote_code=self.trust_remote_code,
-                ).eval()
-            self._model.requires_grad_(False)
-        own = self._model.state_dict()
-        if different := own.keys() ^ incoming.keys():
+        sent, own = Sent(dtype=self.dtype), dict[str, Tensor]()
+        for name, tensor in sent.through(weights, copy=False):
+            if self._model is None:
+                self._model = self._build(weights.config, tensor)
+            own = own or self._model.state_dict()
+            if name in own:
+                own[name].copy_(tensor)
+        if different := own.keys() ^ sent.shapes.keys():
             raise WeightSyncError(f"the engine's model and the policy differ in their tensors: {sorted(different)[:3]}")
-        for name, tensor in incoming.items():
-            own[name].copy_(tensor)
         return sent
+
+    def _build(self, config: PretrainedConfig, example: Tensor) -> PreTrainedModel:
+        """A model where one of the tensors is, and in its precision."""
+        with torch.device(example.device), torch.random.fork_rng(devices=[]):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),  # which would take on the engine's attention, and the policy with it
+                dtype=example.dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=self.trust_remote_code,
+            ).eval()
+        return model.requires_grad_(False)
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:
         return as_numbers({name: tensor_checksum(tensor) for name, tensor in self._held().state_dict().items()})

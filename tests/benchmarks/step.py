@@ -155,7 +155,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--v", type=int, default=1, help="TRL's steps_per_generation, in steps")
     parser.add_argument("--also-v", type=int, nargs="+", default=[], help="a cycle of lgrpo alone, beside TRL at v = 1")
     parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU that vLLM takes")
-    parser.add_argument("--processes", type=int, default=0, help="lgrpo samples with an EnginePool of so many")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="lgrpo samples with an EnginePool of so many; 0: in the trainer's. By default 2 for small models on a CPU",
+    )
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
     parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=False, help="TRL's fused loss")
@@ -184,6 +188,10 @@ def parse() -> argparse.Namespace:
         parser.error(
             f"{options.prompts} prompts × {options.group} cannot be cut into {options.micro_batches} micro-batches"
         )
+    if options.processes is None:
+        options.processes = 2 if small and not cuda and options.threads is None and (os.cpu_count() or 1) > 1 else 0
+    if options.clock == "cpu" and options.processes:
+        parser.error("--clock cpu is the time of one process: add --processes 0")
     if options.clock == "cpu" and (cuda or options.threads != 1):
         parser.error(
             "--clock cpu adds up the time of all threads: it is that of a step with --threads 1 on a CPU alone"

@@ -381,7 +381,9 @@ temperature 0.7; it was 0.059 before:
 chance (twice the standard error): whether the mask stabilises, or v = 10 matches v = 1, is not answered at this size;
 a model of 135M solves one problem in seventeen, in six groups of ten all rewards are equal, and 36 steps are few. With
 four syncs instead of 36 (kl_behaviour at most 0.011 instead of 0.002) there is no harm that shows. Not run on a GPU:
-(10, 1) without the mask, (1, 10), more seeds, the other studies.
+(10, 1) without the mask, (1, 10), more seeds, the other studies. (These runs sampled before a mistake was found: vLLM
+without seeds began each rollout with the same random numbers. Prompts differ from rollout to rollout, but it is one
+more reason to run them again.)
 
 *Throughput of v* (Mroueh et al.: v = 10 has 1.35 times the rollouts of v = 1, at 7B with one GPU that serves and seven
 that train). With vLLM in the trainer's process a sync is all that v can save, and there is little to it:
