@@ -5,17 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, final
@@ -35,9 +30,10 @@ from lgrpo.engines.base import (
     Sampling,
     give_up,
 )
-from lgrpo.engines.children import kill_process, start_process, telling_lines, visible_devices
+from lgrpo.engines.children import visible_devices
 from lgrpo.engines.ledger import Sent, WeightSyncError
-from lgrpo.engines.pool_member import bare, packed
+from lgrpo.engines.pool_member import bare
+from lgrpo.engines.pool_process import MemberProcess
 from lgrpo.engines.vllm import VLLMEngine
 from lgrpo.engines.vllm_process import check_lengths
 from lgrpo.engines.vllm_transfer import chunks
@@ -55,12 +51,6 @@ OF_THE_TRAINER = (
 )
 """How variables begin that tell a process which of the trainer's ranks it is."""
 _ROOM = 4 * 2**30
-_COMMAND = """
-import os, shutil, signal, sys  # before all that takes long: the trainer may end meanwhile
-signal.signal(signal.SIGTERM, lambda *_: (shutil.rmtree(os.path.dirname(sys.argv[2]), True), os._exit(0)))
-from lgrpo.engines.pool_member import main
-main()
-"""
 
 
 @final
@@ -402,142 +392,3 @@ def make_room() -> None:
     """What the trainer keeps of the GPU's memory for its next update, the engines need now."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-class MemberProcess:
-    """The trainer's end of the pipe. Nothing here waits for ever."""
-
-    def __init__(self, engine: RolloutEngine, folder: Path, environment: dict[str, str]) -> None:
-        self.folder = folder
-        self.log = folder / "log"
-        self.connection, theirs = Pipe()
-        self._is_asked = False
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        with self.log.open("w") as log:
-            self.process: subprocess.Popen = start_process(
-                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(folder)],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
-        theirs.close()
-        try:
-            self.send(engine, timeout=60)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            self.kill()
-            raise EngineError(f"a {type(engine).__name__} cannot be sent to another process: {error}") from error
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
-    def call(self, name: str, *arguments: Any, timeout: float) -> Any:
-        """Gives an order, and waits for the answer."""
-        self.ask(name, *arguments, timeout=timeout)
-        return self.answer(timeout)
-
-    def ask(self, name: str, *arguments: Any, timeout: float) -> None:
-        """Gives an order. One before it that nobody waited for, since it was interrupted, is finished first."""
-        while self._is_asked:
-            self._next(timeout)  # for nobody, errors too
-        self.send((name, arguments), timeout)
-        self._is_asked = True
-
-    def give(
-        self, chunk: dict[str, Tensor], config: PretrainedConfig, version: int, number: int, timeout: float
-    ) -> None:
-        """Some of the weights; with the first of them the order to take them in."""
-        parcel = packed(chunk, self.folder / "weights.safetensors")
-        if number == 0:
-            self.ask("receive", config, version, parcel, timeout=timeout)
-        else:
-            self.send(parcel, timeout)
-
-    def learn(self, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
-        if tokenizer is not self._tokenizer:
-            self.call("learn", tokenizer, timeout=timeout)
-            self._tokenizer = tokenizer
-
-    def answer(self, timeout: float) -> Any:
-        """The answer to the last order; what comes before it is for nobody."""
-        while True:
-            word, what = self.hear(timeout)
-            if word == "answer":
-                return what
-
-    def expect(self, wanted: str, timeout: float) -> None:
-        word, _ = self.hear(timeout)
-        if word != wanted:
-            raise EngineError(f"a process of the pool said {word!r}, not {wanted!r}")
-
-    def hear(self, timeout: float) -> tuple[str, Any]:
-        """The next thing it says; its errors are raised."""
-        word, what = self._next(timeout)
-        if word == "error":
-            raise what
-        return word, what
-
-    def send(self, what: Any, timeout: float) -> None:
-        with self._within(timeout):
-            self.connection.send(what)
-
-    def interrupt(self) -> None:
-        """It is to leave what it is at."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGINT)
-
-    def _next(self, timeout: float) -> tuple[str, Any]:
-        with self._within(timeout):
-            word, what = self.connection.recv()
-        if word in ("answer", "error"):
-            self._is_asked = False
-        return word, what
-
-    @contextlib.contextmanager
-    def _within(self, timeout: float) -> Iterator[None]:
-        """One message, whole, within a time; else the process ends, and nobody waits for the rest of it."""
-        late = threading.Event()
-
-        def give_up_on_it() -> None:
-            late.set()
-            self.kill()
-
-        timer = threading.Timer(timeout, give_up_on_it)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        except (EOFError, OSError) as error:
-            if late.is_set():
-                raise EngineFailure(
-                    f"a process of the pool said nothing for {timeout:g} s{telling_lines(self.log)}"
-                ) from error
-            raise self._gone() from error
-        except (pickle.PicklingError, TypeError, AttributeError):  # what was to be sent cannot be: nothing went
-            raise
-        except BaseException:
-            self.kill()  # half a message has gone or come
-            raise
-        finally:
-            timer.cancel()
-
-    def close(self) -> None:
-        """Ends it: a process whose pipe is closed goes by itself, unless it is at something."""
-        self.connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0 if self._is_asked else 10)
-        self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def kill(self) -> None:
-        kill_process(self.process)
-
-    def _gone(self) -> EngineFailure:
-        try:
-            code = f" with exit code {self.process.wait(5)}"
-        except subprocess.TimeoutExpired:
-            code = ""
-        self.kill()
-        return EngineFailure(f"a process of the pool ended{code}{telling_lines(self.log)}")
