@@ -123,6 +123,7 @@ def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
             dtype="bfloat16",
             max_model_len=options.prompt_tokens + work.longest,
             gpu_memory_utilization=options.engine_memory / max(1, options.processes),
+            kv_cache_gib=work.cache_gib() / options.processes if pooled else None,  # known, they start at once
         )
     else:
         engine = (PrescribedEmbedded if pooled else TransformersEngine)()
@@ -242,6 +243,15 @@ class Work:
         """Sampled and trained tokens of a step after the warm-up, on average."""
         sampled = sum(self.lengths[self.options.warm_up * self.size :]) / self.options.steps
         return sampled, sampled + self.size * self.options.prompt_tokens
+
+    def cache_gib(self) -> float:
+        """Keys and values of a rollout's completions in two bytes each, and a tenth more."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.options.folder)
+        width = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+        each = self.options.prompt_tokens + self.longest
+        return 1.1 * self.size * each * config.num_hidden_layers * 2 * width * 2 / 2**30
 
     @staticmethod
     def count(model: Any) -> int:
