@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,13 +81,18 @@ class EngineFailure(EngineError):
     """An engine that ran has failed by no fault of what it was asked: started again it may answer."""
 
 
-def give_up(failure: EngineFailure, number: int, max_failures: int) -> str:
-    """What happened when an engine failed once too often, and what to do."""
+def bear(failure: EngineFailure, number: int, max_failures: int) -> None:
+    """A warning of a failure that is recovered from. Where it is one too many: an error, with what to do."""
+    if number <= max_failures:
+        warnings.warn(f"recovering from failure {number} of at most {max_failures}: {failure}", stacklevel=3)
+        return
     advice = "When what ails it is mended,"
     if "memory" in str(failure).lower():
         advice = "It ran out of memory: lower max_num_seqs, or kv_cache_gib and gpu_memory_utilization, then"
     times = "once" if number == 1 else f"{number} times"
-    return f"vLLM failed {times} in one go (max_failures is {max_failures}). At last: {failure}\n{advice} {GO_ON}"
+    raise EngineError(
+        f"vLLM failed {times} in one go (max_failures is {max_failures}). At last: {failure}\n{advice} {GO_ON}"
+    ) from failure
 
 
 class RolloutEngine(ABC):

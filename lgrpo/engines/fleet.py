@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from lgrpo.engines.base import GO_ON, EngineError, EngineFailure, NoWeightsError, RolloutEngine, give_up
+from lgrpo.engines.base import GO_ON, EngineError, EngineFailure, NoWeightsError, RolloutEngine, bear
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.server import AnsweredError, VLLMServer
 from lgrpo.engines.vllm_nccl import LeftWaiting, NCCLTransfer
@@ -261,9 +261,7 @@ class Fleet(RolloutEngine):
                 self.faults["failures"] += 1
                 self._num_failures += 1
             number = self._num_failures
-        if number > self.max_failures:
-            raise EngineError(give_up(failure, number, self.max_failures))
-        warnings.warn(f"recovering from failure {number} of at most {self.max_failures}: {failure}", stacklevel=2)
+        bear(failure, number, self.max_failures)
 
     def _replace_server(self, server: VLLMServer, failure: EngineFailure, epoch: int) -> VLLMServer | None:
         assert self._transfer is not None

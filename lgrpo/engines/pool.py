@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,7 +27,7 @@ from lgrpo.engines.base import (
     OnGroup,
     RolloutEngine,
     Sampling,
-    give_up,
+    bear,
 )
 from lgrpo.engines.children import visible_devices
 from lgrpo.engines.ledger import Sent, WeightSyncError
@@ -354,11 +353,7 @@ class EnginePool(RolloutEngine):
         """Notes a failure. An error where it is one too many."""
         self.faults["failures"] += 1
         self._num_failures += 1
-        if self._num_failures > self.max_failures:
-            raise EngineError(give_up(failure, self._num_failures, self.max_failures))
-        warnings.warn(
-            f"recovering from failure {self._num_failures} of at most {self.max_failures}: {failure}", stacklevel=2
-        )
+        bear(failure, self._num_failures, self.max_failures)
 
     def _drop_dead(self) -> None:
         for member in [member for member in self._members if not member.is_alive]:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, final
 
@@ -23,9 +22,9 @@ from lgrpo.engines.base import (
     OnGroup,
     RolloutEngine,
     Sampling,
+    bear,
     completion_from,
     eos_ids,
-    give_up,
 )
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.vllm_adapter import adapter_checksums, adapter_flags, adapter_weights, write_adapter
@@ -237,11 +236,7 @@ class VLLMEngine(RolloutEngine):
                 self._run({place: (requests[place], parameters[place]) for place in left}, keep, noise)
             except EngineFailure as failure:
                 num_failures, self.faults["failures"] = num_failures + 1, self.faults["failures"] + 1
-                if num_failures > self.max_failures:
-                    raise EngineError(give_up(failure, num_failures, self.max_failures)) from failure
-                warnings.warn(
-                    f"recovering from failure {num_failures} of at most {self.max_failures}: {failure}", stacklevel=2
-                )
+                bear(failure, num_failures, self.max_failures)
             else:
                 break
             self._rebuild(step, version)  # here, where the failure's traceback has let go of the broken engine's memory
