@@ -14,6 +14,7 @@ import torch
 
 from lgrpo import ReplayEngine, Sampling, TransformersEngine
 from lgrpo.engines import EngineError, EnginePool, NoWeightsError, VLLMEngine, VLLMServerEngine, WeightSyncError
+from lgrpo.engines.pool_process import MemberProcess
 from tests.engines.conftest import build_policy
 from tests.engines.faulty import Distorted
 from tests.engines.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
@@ -107,7 +108,7 @@ def test_other_weights(policy, pool):
     pool.load_weights(policy.weights(), step=3)
 
 
-def test_a_generation_that_is_interrupted(policy, pool, alone):
+def test_a_generation_that_is_interrupted(policy, pool, alone, monkeypatch):
     """A checkpoint, and the next generation, do not wait for what is left of it."""
     finished = []
 
@@ -115,15 +116,22 @@ def test_a_generation_that_is_interrupted(policy, pool, alone):
         finished.append(place)
         raise KeyboardInterrupt
 
-    many = prompts(policy, *TEXTS) * 2000  # minutes of work
+    heard, hear = [], MemberProcess._next
+
+    def listen(member, timeout):
+        word, what = hear(member, timeout)
+        heard.append(word)
+        return word, what
+
+    monkeypatch.setattr(MemberProcess, "_next", listen)
+    many = prompts(policy, *TEXTS) * 2000
     with pytest.raises(KeyboardInterrupt):
         pool.generate(many, 4, SAMPLING, 7, policy.tokenizer, interrupt)
-    pool.sync_timeout, before = 20.0, pool.sync_timeout
     held = pool.held_weights()
-    pool.sync_timeout = before
     assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
     assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy)), "what was left over is for nobody"
     assert len(finished) == 1
+    assert heard.count("group") < len(many) / 2, "they left it"
     assert all(member.is_alive for member in pool._members)
 
 
@@ -247,6 +255,7 @@ PARENT = """
 import os, time
 from lgrpo import TransformersEngine
 from lgrpo.engines import EnginePool
+from lgrpo.engines.pool_process import MemberProcess
 from tests.engines.conftest import build_policy
 pool = EnginePool(TransformersEngine())
 pool.load_weights(build_policy().weights(), 0)
