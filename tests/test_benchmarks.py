@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from itertools import product
 
 import pytest
 
@@ -28,8 +29,15 @@ def test_realistic_lengths_are_the_same_in_every_process():
 def test_a_run_whose_lengths_did_not_come_out_is_refused(tmp_path):
     make_model(tmp_path, "demo", 64)
     assert [len(text) for text in prompt_texts(tmp_path, 6, 3)] == [6, 6, 6]
-    given = {"folder": tmp_path, "warm_up": 1, "steps": 1, "prompts": 2, "group": 2, "prompt_tokens": 6}
-    work = Work(Namespace(**given, workload="fixed", completion_tokens=5, mean_tokens=0, cap_tokens=0))
+    given = {"folder": tmp_path, "prompts": 2, "group": 2, "prompt_tokens": 6, "completion_tokens": 5}
+    phases = [
+        {"workload": "fixed", "v": 1, "warm_up": 1, "steps": 1},
+        {"workload": "fixed", "v": 2, "warm_up": 0, "steps": 4},
+    ]
+    work = Work(Namespace(**given, phases=phases, mean_tokens=0, cap_tokens=0))
+    assert work.phase_of == [None, 0, 1, 1, 1, 1]
+    assert work.periods == [1, 1, 2, 2]
+    assert work.tokens(1) == (20, 44)
     work.check(1, [5, 5, 5, 5], [11, 11, 11, 11])
     with pytest.raises(RuntimeError, match="rollout 1 has completions of"):
         work.check(1, [5, 5, 4, 5])
@@ -38,27 +46,53 @@ def test_a_run_whose_lengths_did_not_come_out_is_refused(tmp_path):
 
 
 def test_both_systems_in_one_run(tmp_path):
-    """Realistic lengths: each system checks that every completion has its own."""
+    """Equal lengths, realistic ones, and a cycle of two: each system checks that every completion has its own."""
     size = "--prompts 2 --group 4 --prompt-tokens 4 --mean-tokens 5 --cap-tokens 12 --steps 1 --warm-up 1 --threads 1"
-    command = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--workload", "realistic"]
+    size += " --completion-tokens 6"
+    command = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--also-v", "2"]
     done = subprocess.run(
         [*command, *size.split(), "--machine", "a machine", "--out", str(tmp_path / "new.json")],
         capture_output=True,
         text=True,
     )
     result = json.loads((tmp_path / "new.json").read_text())
-    run = result["runs"][0]
-    assert done.returncode == 0, (run, done.stderr[-2000:])
-    assert done.stdout.splitlines()[-1] == f"ratio to TRL {run['ratio']:.2f}"
-    for system in ("lgrpo", "trl"):
+    runs = result["runs"]
+    assert done.returncode == 0, (runs, done.stderr[-2000:])
+    assert done.stdout.splitlines()[-1] == f"ratio to TRL {min(run['ratio'] for run in runs):.2f}"
+    assert [(run["settings"]["workload"], run["settings"]["v"], run["sweep"]) for run in runs] == [
+        ("fixed", 1, None),
+        ("realistic", 1, None),
+        ("fixed", 2, "also v"),
+    ]
+    for run, system in product(runs, ("lgrpo", "trl")):
         figures = run[system]
         assert sum(figures["stages"].values()) == pytest.approx(figures["step_seconds"])
         assert figures["stages"]["generate"] > 0
         assert figures["stages"]["update"] > 0
         assert 0 < figures["own_share"] < 1
-    assert run["lgrpo"]["sampled_tokens"] == run["trl"]["sampled_tokens"]
+        assert figures["sampled_tokens"] == run["lgrpo"]["sampled_tokens"]
+    assert runs[0]["lgrpo"]["sampled_tokens"] == 2 * 4 * 6
+    assert [len(run["lgrpo"]["steps"]) for run in runs] == [1, 1, 2]
+    assert [len(run["lgrpo"]["sync_each"]) for run in runs] == [1, 1, 1]
+    assert runs[2]["trl"] == runs[0]["trl"], "TRL at v = 1"
     assert result["machine"] == "a machine"
     assert check.main([str(tmp_path / "new.json"), str(tmp_path / "new.json")]) == 0
+
+
+def test_the_update_alone(tmp_path):
+    rows, out = ["qwen3-0.6b, 16k", "1.5b, budget 0.4"], tmp_path / "update.json"
+    command = [sys.executable, "-m", "tests.benchmarks.update", "--shape", "tiny", "--steps", "1", "--warm-up", "1"]
+    done = subprocess.run([*command, "--out", str(out), "--rows", *rows], capture_output=True, text=True)
+    result = json.loads(out.read_text())
+    assert done.returncode == 0, (result, done.stderr[-2000:])
+    assert list(result["rows"]) == rows
+    for name, figures in result["rows"].items():
+        assert f"| {name} | {figures['step_seconds']:.3g} |" in done.stdout
+        for figure in ("step_seconds", "tokens_per_second", "mfu", "peak_gib", "state_gib", "gradient_norm"):
+            assert figures[figure] > 0
+        assert figures["mfu_with_attention"] > figures["mfu"]
+        assert figures["packed"]
+        assert figures["state_gib"] == pytest.approx(16 * figures["parameters"] / 2**30, rel=1e-3)
 
 
 class TestCheck:

@@ -133,6 +133,7 @@ class RolloutEngine(ABC):
             num_rollouts: How many rollouts will be sampled before the next time, where that is known.
         """
         version = self.ledger[-1].version + 1 if self.ledger else 0
+        self.wake()
         start = time.perf_counter()
         sent = self._replace(weights, step, version)
         checksum = sent.compare(self.held_checksums(sent))
@@ -222,6 +223,9 @@ class RolloutEngine(ABC):
     def num_without_logprobs(self) -> int:
         """Completions it may give whose log-probabilities are not known. After ``prepare``."""
         return 0
+
+    def wake(self) -> None:  # noqa: B027
+        """A sync is about to come: it takes the memory for its weights back, which counts to no sync's seconds."""
 
     def rest(self) -> None:  # noqa: B027
         """The trainer is about to update: whatever memory can be spared is given back until the next call."""

@@ -31,7 +31,7 @@ from lgrpo.engines.base import (
 )
 from lgrpo.engines.children import visible_devices
 from lgrpo.engines.ledger import Sent, WeightSyncError
-from lgrpo.engines.pool_member import bare
+from lgrpo.engines.pool_member import LaidOut, bare, laid_out
 from lgrpo.engines.pool_process import MemberProcess
 from lgrpo.engines.vllm import VLLMEngine
 from lgrpo.engines.vllm_process import check_lengths
@@ -193,11 +193,19 @@ class EnginePool(RolloutEngine):
                 self._drop_dead()
         return [groups[place] for place in range(len(prompts))]
 
+    def wake(self) -> None:
+        make_room()
+        self._tell_all("wake")
+
     def rest(self) -> None:
+        self._tell_all("rest", self.spent)
+
+    def _tell_all(self, *order: Any) -> None:
+        """An order to every member at once. Who fails now is missed, and replaced, when next it is needed."""
         asked = []
         for member in self._members:
-            with contextlib.suppress(EngineFailure):  # who fails now is missed, and replaced, when next it is needed
-                member.ask("rest", self.spent, timeout=self.timeout)
+            with contextlib.suppress(EngineFailure):
+                member.ask(*order, timeout=self.timeout)
                 asked.append(member)
         for member in asked:
             with contextlib.suppress(EngineFailure):
@@ -249,13 +257,17 @@ class EnginePool(RolloutEngine):
                     except EngineFailure as failure:
                         failures[member] = failure
 
+        assert self._folder is not None
+        path = self._folder / "weights.safetensors"
         for number, chunk in enumerate(chunks(sent.through(weights))):
+            lying = laid_out(chunk, path)
 
-            def give(member: MemberProcess, chunk: dict[str, Tensor] = chunk, number: int = number) -> None:
-                member.give(chunk, weights.config, version, number, timeout)
+            def give(member: MemberProcess, lying: LaidOut = lying, number: int = number) -> None:
+                member.give(lying, weights.config, version, number, timeout)
 
             each(give)
             each(lambda member: member.expect("next", timeout))
+            path.unlink(missing_ok=True)
         each(lambda member: member.send(None, timeout))
         each(lambda member: member.answer(timeout))
         for member in failures:

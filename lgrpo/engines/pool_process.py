@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import shutil
@@ -10,17 +11,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.base import EngineError, EngineFailure, RolloutEngine
 from lgrpo.engines.children import kill_process, start_process, telling_lines
-from lgrpo.engines.pool_member import packed
+from lgrpo.engines.pool_member import LaidOut, packed
 
 _COMMAND = """
 import os, shutil, signal, sys  # before all that takes long: the trainer may end meanwhile
@@ -28,6 +29,24 @@ signal.signal(signal.SIGTERM, lambda *_: (shutil.rmtree(os.path.dirname(sys.argv
 from lgrpo.engines.pool_member import main
 main()
 """
+
+
+class _Watch(threading.Thread):
+    """Looks twice a second whether a message takes longer than it may, and then ends the process at its other end."""
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self.until = math.inf
+        self.is_late = False
+        self.ended = threading.Event()
+        self._kill = kill
+        self.start()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.5):
+            if time.monotonic() > self.until:
+                self.until, self.is_late = math.inf, True
+                self._kill()
 
 
 class MemberProcess:
@@ -39,6 +58,9 @@ class MemberProcess:
         self.connection, theirs = Pipe()
         self._is_asked = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._config: PretrainedConfig | None = None
+        """What it knows already, and need not be sent again."""
+        self._watch = _Watch(self.kill)
         with self.log.open("w") as log:
             self.process: subprocess.Popen = start_process(
                 [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(folder)],
@@ -71,15 +93,13 @@ class MemberProcess:
         self.send((name, arguments), timeout)
         self._is_asked = True
 
-    def give(
-        self, chunk: dict[str, Tensor], config: PretrainedConfig, version: int, number: int, timeout: float
-    ) -> None:
+    def give(self, chunk: LaidOut, config: PretrainedConfig, version: int, number: int, timeout: float) -> None:
         """Some of the weights; with the first of them the order to take them in."""
-        parcel = packed(chunk, self.folder / "weights.safetensors")
         if number == 0:
-            self.ask("receive", config, version, parcel, timeout=timeout)
+            self.ask("receive", None if config is self._config else config, version, packed(chunk), timeout=timeout)
+            self._config = config
         else:
-            self.send(parcel, timeout)
+            self.send(packed(chunk), timeout)
 
     def learn(self, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
         if tokenizer is not self._tokenizer:
@@ -124,19 +144,11 @@ class MemberProcess:
     @contextlib.contextmanager
     def _within(self, timeout: float) -> Iterator[None]:
         """One message, whole, within a time; else the process ends, and nobody waits for the rest of it."""
-        late = threading.Event()
-
-        def give_up_on_it() -> None:
-            late.set()
-            self.kill()
-
-        timer = threading.Timer(timeout, give_up_on_it)
-        timer.daemon = True
-        timer.start()
+        self._watch.until = time.monotonic() + timeout
         try:
             yield
         except (EOFError, OSError) as error:
-            if late.is_set():
+            if self._watch.is_late:
                 raise EngineFailure(
                     f"a process of the pool said nothing for {timeout:g} s{telling_lines(self.log)}"
                 ) from error
@@ -147,10 +159,11 @@ class MemberProcess:
             self.kill()  # half a message has gone or come
             raise
         finally:
-            timer.cancel()
+            self._watch.until = math.inf
 
     def close(self) -> None:
         """Ends it: a process whose pipe is closed goes by itself, unless it is at something."""
+        self._watch.ended.set()
         self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0 if self._is_asked else 10)

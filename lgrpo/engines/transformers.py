@@ -24,7 +24,7 @@ from lgrpo.functional import as_numbers, quick_products, stream_uniform, tensor_
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 _ROOM = 64
-"""Tokens the cache makes room for at a time."""
+"""Tokens the cache makes room for at a time, and random numbers are drawn for."""
 
 
 @final
@@ -233,8 +233,10 @@ def _decode(
     siblings = torch.arange(num_samples, device=device).repeat(len(prompts))
 
     for t in range(sampling.max_tokens):
-        uniform = stream_uniform(seed, prompt_positions[alive], siblings[alive], t)
-        drawn, logprobs = draw(logits.float(), sampling, uniform)
+        if t % _ROOM == 0:  # for many tokens at once: for each, it would take as long
+            ahead = torch.arange(t, min(t + _ROOM, sampling.max_tokens), device=device)
+            uniform = stream_uniform(seed, prompt_positions[alive, None], siblings[alive, None], ahead)
+        drawn, logprobs = draw(logits.float(), sampling, uniform[:, t % _ROOM])
         so_far.tokens[alive, t], so_far.logprobs[alive, t] = drawn, logprobs
         stops = is_open & _stops(so_far.tokens[:, : t + 1], alive, sampling.stop or [], tokenizer, eos)
         ends = is_open if t + 1 == sampling.max_tokens else stops
@@ -250,7 +252,7 @@ def _decode(
             break
         if len(going_on) <= len(alive) // 2:  # decode only what is still alive
             alive, drawn, mask, lengths = alive[going_on], drawn[going_on], mask[going_on], lengths[going_on]
-            is_open = is_open[going_on]
+            is_open, uniform = is_open[going_on], uniform[going_on]
             cache.batch_select_indices(going_on)
         if padded:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)

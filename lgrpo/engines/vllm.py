@@ -242,6 +242,10 @@ class VLLMEngine(RolloutEngine):
             self._rebuild(step, version)  # here, where the failure's traceback has let go of the broken engine's memory
         return [groups[place] for place in range(len(prompts))]
 
+    def wake(self) -> None:
+        if self._llm is not None:
+            self._wake("weights")
+
     def rest(self) -> None:
         """Sleeps: with its weights in host memory, or without them where they will not be sampled from again."""
         if self._llm is not None and self._sleeps and len(self._asleep) < 2:

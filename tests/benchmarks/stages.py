@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ class Stages:
     """Time by stage of every step; inside a stage another may be entered, and then the clock is that one's.
 
     ``arithmetic`` is what the model and the optimizer compute in an update, ``around`` what else an update does, and
-    ``rest`` whatever is in no stage.
+    ``rest`` whatever is in no stage. ``phases`` says of every step which phase of the run it belongs to; None: to a
+    warm-up.
     """
 
-    def __init__(self, warm_up: int, clock: str) -> None:
-        self.warm_up = warm_up
+    def __init__(self, phases: Sequence[int | None], clock: str) -> None:
+        self.phases = [*phases, None]
         self.now = CLOCKS[clock]
-        self.steps: list[dict[str, float]] = []
+        self.steps: dict[int, list[dict[str, float]]] = defaultdict(list)
+        self.peaks: dict[int, int] = {}
         self._totals: dict[str, float] = defaultdict(float)
         self._stack = ["rest"]
         self._last = self.now()
@@ -64,26 +66,29 @@ class Stages:
     def end_step(self, step: int) -> None:
         """Optimizer step ``step``, from 1, is done."""
         self._count(self._stack[-1])
-        if step > self.warm_up:
-            self.steps.append(dict(self._totals))
+        phase, following = self.phases[step - 1], self.phases[step]
+        if phase is not None:
+            self.steps[phase].append(dict(self._totals))
+            self.peaks[phase] = peak_memory()
         self._totals.clear()
-        if step == self.warm_up:
+        if following != phase:
             forget_peak_memory()
 
-    def figures(self, sampled: float, trained: float, parameters: int, peak_flops: float) -> dict[str, Any]:
-        """Means over the steps: seconds, tokens per second, the update's share of the peak, memory.
+    def figures(self, phase: int, sampled: float, trained: float, parameters: int, peak_flops: float) -> dict[str, Any]:
+        """Means over the steps of a phase: seconds, tokens per second, the update's share of the peak, memory.
 
         ``sampled`` tokens a step are generated, ``trained`` ones go through the update.
         """
-        names = {name for step in self.steps for name in step}
-        mean = defaultdict(float, {n: sum(s.get(n, 0.0) for s in self.steps) / len(self.steps) for n in names})
+        steps = self.steps[phase]
+        names = {name for step in steps for name in step}
+        mean = defaultdict(float, {n: sum(s.get(n, 0.0) for s in steps) / len(steps) for n in names})
         arithmetic, around = mean.pop("arithmetic", 0.0), mean.pop("around", 0.0)
         mean["update"] = arithmetic + around
         whole = sum(mean.values())
         speeds = {"generate": sampled, "score": sampled, "update": trained}
         return {
             "step_seconds": whole,
-            "steps": [round(sum(step.values()), 4) for step in self.steps],
+            "steps": [round(sum(step.values()), 4) for step in steps],
             "stages": {name: mean[name] for name in STAGES},
             "tokens_per_second": {n: tokens / mean[n] for n, tokens in speeds.items() if mean[n]},
             "arithmetic_seconds": arithmetic,
@@ -92,7 +97,7 @@ class Stages:
             "update_mfu": 6 * parameters * trained / mean["update"] / peak_flops,
             "sampled_tokens": sampled,
             "trained_tokens": trained,
-            "peak_gib": peak_memory() / 2**30,
+            "peak_gib": self.peaks[phase] / 2**30,
         }
 
     def _turn_to(self, stage: str) -> None:
@@ -110,10 +115,9 @@ class Stages:
 class DeviceMemory(threading.Thread):
     """Watches how much of a GPU's memory is in use: the trainer's, vLLM's and what either keeps for later."""
 
-    def __init__(self, period: float = 0.02) -> None:
+    def __init__(self, period: float = 0.05) -> None:
         super().__init__(daemon=True)
         self.period, self.peak = period, 0
-        self.start()
 
     def run(self) -> None:
         while True:
@@ -128,7 +132,10 @@ _device: list[DeviceMemory] = []
 def forget_peak_memory() -> None:
     """From now on the peak is counted."""
     if torch.cuda.is_available():
-        _device[:] = [DeviceMemory()]
+        if not _device:
+            _device.append(DeviceMemory())
+            _device[0].start()
+        _device[0].peak = 0
         torch.cuda.reset_peak_memory_stats()
     elif (path := Path("/proc/self/clear_refs")).exists():
         path.write_text("5")

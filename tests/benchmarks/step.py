@@ -1,8 +1,9 @@
 """A whole step of GRPO, ours and TRL's, on one machine: ``python -m tests.benchmarks.step`` (``make bench``).
 
 Both systems train the same model on the same prompts, with the same numbers of prompts, completions and tokens, in the
-same precision: one process after the other, the first steps left out as warm-up. What a system does with its memory and
-in what order is its own business. Results are written to ``tests/benchmarks/results/step-MACHINE-MODEL.json``;
+same precision: one process after the other, the workloads one after the other in each, the first steps of each left out
+as warm-up. What a system does with its memory and in what order is its own business. Results are written to
+``tests/benchmarks/results/step-MACHINE-MODEL.json``;
 ``python -m tests.benchmarks.page`` makes them a page, ``python -m tests.benchmarks.check`` compares two files of them.
 
     python -m tests.benchmarks.step                            # the demo's model on a CPU; needs no file, no network
@@ -22,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,9 @@ SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
     "group": ("group", (4, 8, 16, 32), ["lgrpo"]),
     "length": ("completion_tokens", (16, 32, 64, 128), ["lgrpo"]),
 }
-SETTINGS = ("workload", "v", "prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens")
-SETTINGS += ("micro_batches", "steps", "warm_up", "checkpointing", "compile", "liger", "continuous_batching")
-SETTINGS += ("threads", "clock", "engine_memory", "processes")
+SETTINGS = ("prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens", "micro_batches")
+SETTINGS += ("checkpointing", "compile", "liger", "continuous_batching", "threads", "clock", "engine_memory")
+SETTINGS += ("processes", "peer_engine_memory", "peer_sleeps")
 
 
 def machine_name(device: str) -> str:
@@ -65,8 +66,8 @@ def machine_name(device: str) -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def measure(system: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One system in a process of its own."""
+def measure(system: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One system in a process of its own: the figures of every phase."""
     with tempfile.TemporaryDirectory() as name:
         out, given = Path(name) / "figures.json", Path(name) / "options.json"
         given.write_text(json.dumps(vars(options), default=str))
@@ -74,41 +75,57 @@ def measure(system: str, options: argparse.Namespace) -> dict[str, Any]:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if options.threads:
             environment["OMP_NUM_THREADS"] = str(options.threads)
+        limit = options.limit * len(options.phases)
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.limit)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
         except subprocess.TimeoutExpired:
-            return {"error": f"not finished after {options.limit:g} s"}
+            return [{"error": f"not finished after {limit:g} s"}] * len(options.phases)
         if not out.exists():
             lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
-            return {"error": [line[:300] for line in lines[-3:]]}
+            return [{"error": [line[:300] for line in lines[-3:]]}] * len(options.phases)
         return json.loads(out.read_text())
 
 
-def compare(options: argparse.Namespace, sweep: str | None = None) -> dict[str, Any]:
-    """Both systems under the same settings."""
-    cycles = -(-options.warm_up // options.v), -(-options.steps // options.v)
-    whole = {"steps": cycles[1] * options.v}
-    if "trl" in options.systems:  # whose cycles begin with the first step; ours with the end of the warm-up
-        whole["warm_up"] = cycles[0] * options.v
-    options = argparse.Namespace(**vars(options) | whole)
-    found: dict[str, Any] = {"sweep": sweep, "settings": {name: getattr(options, name) for name in SETTINGS}}
+def phase(options: argparse.Namespace, workload: str, v: int, steps: int, warm_up: int) -> dict[str, Any]:
+    """Some steps of a run, in whole cycles."""
+    if "trl" in options.systems and v == options.v:  # whose cycles begin with the first step; ours after the warm-up
+        warm_up = -(-warm_up // v) * v
+    return {"workload": workload, "v": v, "steps": -(-steps // v) * v, "warm_up": warm_up}
+
+
+def compare(
+    options: argparse.Namespace, sweep: str | None, phases: list[dict[str, Any]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Both systems under the same settings, a run for each phase; TRL in those with the v it is given.
+
+    The runs come after each system, so that what is measured can be kept.
+    """
+    shared = {name: getattr(options, name) for name in SETTINGS}
+    runs: list[dict[str, Any]] = [{"sweep": sweep, "settings": own | shared} for own in phases]
     for system in options.systems:
-        found[system] = measure(system, options)
-        if "error" in found[system]:
-            print(f"{system} failed: {found[system]['error']}", flush=True)
-    ours, peer = (found.get(system, {}).get("step_seconds") for system in ("lgrpo", "trl"))
-    if ours and peer:
-        found["ratio"] = peer / ours
-    return found
+        chosen = [run for run, own in zip(runs, phases, strict=True) if system == "lgrpo" or own["v"] == options.v]
+        own = [own for own in phases if system == "lgrpo" or own["v"] == options.v]
+        for run, figures in zip(chosen, measure(system, argparse.Namespace(**vars(options), phases=own)), strict=True):
+            run[system] = figures
+        for error in dict.fromkeys(str(run[system]["error"]) for run in chosen if "error" in run[system]):
+            print(f"{system} failed: {error}", flush=True)
+        yield runs
+    for run in runs:
+        if run["settings"]["v"] != options.v:
+            run["sweep"] = "also v"
+            beside_trl(run, runs)
+        ours, peer = (run.get(system, {}).get("step_seconds") for system in ("lgrpo", "trl"))
+        if ours and peer:
+            run["ratio"] = peer / ours
+    yield runs
 
 
 def beside_trl(run: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Gives a run of lgrpo alone the figures TRL had at v = 1, its best where it does not start at a larger one."""
     for other in others:
         same = other["settings"]["workload"] == run["settings"]["workload"] and other["settings"]["v"] == 1
-        if same and "step_seconds" in other.get("trl", {}) and "step_seconds" in run.get("lgrpo", {}):
+        if same and "step_seconds" in other.get("trl", {}):
             run["trl"] = other["trl"]
-            run["ratio"] = run["trl"]["step_seconds"] / run["lgrpo"]["step_seconds"]
 
 
 def table(run: dict[str, Any]) -> str:
@@ -153,8 +170,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int)
     parser.add_argument("--sweep-steps", type=int, default=3, help="of each run of a sweep, after one of warm-up")
     parser.add_argument("--v", type=int, default=1, help="TRL's steps_per_generation, in steps")
-    parser.add_argument("--also-v", type=int, nargs="+", default=[], help="a cycle of lgrpo alone, beside TRL at v = 1")
-    parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU that vLLM takes")
+    parser.add_argument("--also-v", type=int, nargs="+", default=[], help="and a cycle of lgrpo, beside TRL at --v")
+    parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU that lgrpo's vLLM takes")
+    parser.add_argument("--peer-engine-memory", type=float, default=0.3, help="and TRL's; by default as TRL has it")
+    parser.add_argument(
+        "--peer-sleeps", action=argparse.BooleanOptionalAction, default=False, help="TRL's vLLM sleeps during updates"
+    )
     parser.add_argument(
         "--processes",
         type=int,
@@ -228,27 +249,28 @@ def main() -> None:
             longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
             make_model(Path(name), options.model, options.prompt_tokens + longest)
             options.folder = name
-        jobs: list[tuple[str | None, dict[str, Any]]] = [
-            (None, {"workload": workload}) for workload in workloads if workload != "none"
-        ]
-        jobs += [("also v", {"workload": "fixed", "v": v, "steps": v, "systems": ["lgrpo"]}) for v in options.also_v]
+        jobs: list[tuple[str | None, argparse.Namespace, list[dict[str, Any]]]] = []
+        main_ones = [phase(options, w, options.v, options.steps, options.warm_up) for w in workloads if w != "none"]
+        main_ones += [phase(options, "fixed", v, v, 0) for v in options.also_v]
+        jobs += [(None, options, main_ones)] if main_ones else []
         for sweep in options.sweep:
             field, values, systems = SWEEPS[sweep]
-            few = {"workload": "fixed", "steps": options.sweep_steps, "warm_up": 1}
-            few["systems"] = [system for system in systems if system in options.systems]
-            jobs += [(sweep, few | {field: value}) for value in values]
-        for sweep, own in jobs:
-            run = compare(argparse.Namespace(**vars(options) | own), sweep)
-            if sweep == "also v":
-                beside_trl(run, results["runs"])
-            results["runs"].append(run)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(results, indent=1) + "\n")
-            title = f"{own['workload']} lengths" + (f", {sweep} {own[SWEEPS[sweep][0]]}" if sweep in SWEEPS else "")
-            title += f", v = {own['v']}" if sweep == "also v" else ""
-            print(f"\n{model}, {title}, on {machine}\n{table(run)}", flush=True)
-            if "ratio" in run:
-                print(f"{title}: {run['ratio']:.2f} times as fast as TRL", flush=True)
+            own = {"systems": [system for system in systems if system in options.systems]}
+            for value in values:
+                there = argparse.Namespace(**vars(options) | own | {field: value})
+                jobs.append((sweep, there, [phase(there, "fixed", there.v, options.sweep_steps, 1)]))
+        for sweep, there, phases in jobs:
+            before = results["runs"]
+            for runs in compare(there, sweep, phases):
+                results["runs"] = before + runs
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(results, indent=1) + "\n")
+            for run in runs:
+                title = f"{run['settings']['workload']} lengths, v = {run['settings']['v']}"
+                title += f", {sweep} {run['settings'][SWEEPS[sweep][0]]}" if sweep in ("group", "length") else ""
+                print(f"\n{model}, {title}, on {machine}\n{table(run)}", flush=True)
+                if "ratio" in run:
+                    print(f"{title}: {run['ratio']:.2f} times as fast as TRL", flush=True)
     print(f"\n{out}")
     if ratios := [run["ratio"] for run in results["runs"] if run["sweep"] not in SWEEPS and "ratio" in run]:
         print(f"ratio to TRL {min(ratios):.2f}")  # the smaller, where there are two workloads

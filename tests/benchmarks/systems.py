@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +27,19 @@ from tests.benchmarks.workload import (
 
 
 class Cycles(EngineSync):
-    """Syncs every v rollouts, counted from the end of the warm-up on; during it, before each."""
+    """Syncs at the beginning of each cycle; ``periods`` are their lengths in rollouts, in order."""
 
-    def __init__(self, v: int, warm_up: int) -> None:
-        self.v, self.warm_up = v, warm_up
+    def __init__(self, periods: Sequence[int]) -> None:
+        self.periods = dict(zip(accumulate(periods, initial=0), periods, strict=False))
 
     def is_due(self, trainer: Any, rollout: int) -> bool:
-        since = rollout - self.warm_up
-        return since < 0 or since % self.v == 0
+        return rollout in self.periods
 
     def num_rollouts(self, trainer: Any, rollout: int) -> int:
-        return 1 if rollout < self.warm_up else self.v
+        return self.periods[rollout]
 
 
-def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
+def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
     import lightning as L
 
     from lgrpo import (
@@ -54,7 +56,7 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
     from tests.benchmarks.parity_reward import Parity
 
     cuda, work = options.device == "cuda", Work(options)
-    stages = Stages(options.warm_up, options.clock)
+    stages = Stages(work.phase_of, options.clock)
     policy = CausalPolicy(
         str(options.folder),
         gradient_checkpointing=options.checkpointing,
@@ -68,9 +70,9 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         engine,
         num_prompts=options.prompts,
         group_size=options.group,
-        num_rollouts=options.warm_up + options.steps,
+        num_rollouts=len(work.phase_of),
         sampling=Sampling(max_tokens=work.longest),
-        generate_ahead=options.v > 1,
+        generate_ahead=max(work.periods) > 1,
         shuffle=False,
     )
 
@@ -89,6 +91,7 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
 
     stages.wrap(type(engine), "generate", "generate")
     stages.wrap(type(engine), "rest", "generate")
+    stages.wrap(type(engine), "wake", "generate")
     stages.wrap(type(engine), "load_weights", "sync")
     stages.wrap(GroupScores, "__call__", "rest")
     stages.wrap(GroupScores, "result", "score")
@@ -107,11 +110,16 @@ def run_lgrpo(options: argparse.Namespace) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tempfile.mkdtemp(),
-        callbacks=[Cycles(options.v, options.warm_up), Watch()],
+        callbacks=[Cycles(work.periods), Watch()],
     )
-    trainer.fit(module, datamodule=data)
-    found = stages.figures(*work.tokens(), policy.model.num_parameters(), options.peak_flops)
-    return found | {"sync_each": [record.seconds for record in engine.ledger], "parameters": work.count(policy.model)}
+    failure = work.run(lambda: trainer.fit(module, datamodule=data))
+    found = work.figures(stages, policy.model, failure)
+    syncs = [record.seconds for record in engine.ledger]
+    for phase, figures in zip(options.phases, found, strict=True):
+        count = phase["warm_up"] + phase["steps"] // phase["v"]
+        own, syncs = syncs[phase["warm_up"] : count], syncs[count:]
+        figures["sync_each"] = own
+    return found
 
 
 def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
@@ -134,13 +142,13 @@ def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
     return engine
 
 
-def run_trl(options: argparse.Namespace) -> dict[str, Any]:
+def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     cuda, work = options.device == "cuda", Work(options)
-    stages = Stages(options.warm_up, options.clock)
+    stages = Stages(work.phase_of, options.clock)
     rollouts = [0]
 
     def parity(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -163,15 +171,15 @@ def run_trl(options: argparse.Namespace) -> dict[str, Any]:
         output_dir=tempfile.mkdtemp(),
         use_vllm=cuda,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=options.engine_memory,
-        vllm_enable_sleep_mode=cuda,
+        vllm_gpu_memory_utilization=options.peer_engine_memory,
+        vllm_enable_sleep_mode=cuda and options.peer_sleeps,
         per_device_train_batch_size=options.prompts * options.group // options.micro_batches,
         gradient_accumulation_steps=options.micro_batches,
-        steps_per_generation=options.micro_batches * options.v,
+        steps_per_generation=options.micro_batches * options.phases[0]["v"],
         num_generations=options.group,
         max_completion_length=work.longest,
         shuffle_dataset=False,
-        max_steps=options.warm_up + options.steps,
+        max_steps=len(work.phase_of),
         learning_rate=1e-6,
         temperature=1.0,
         beta=0.0,
@@ -206,30 +214,33 @@ def run_trl(options: argparse.Namespace) -> dict[str, Any]:
     stages.wrap(trainer.model, "forward", "arithmetic", outside="generate")
     stages.wrap(trainer.accelerator, "backward", "arithmetic")
     stages.wrap(trainer.accelerator, "clip_grad_norm_", "arithmetic")
-    trainer.train()
-    parameters = work.count(trainer.model)
-    return stages.figures(*work.tokens(), parameters, options.peak_flops) | {"parameters": parameters}
+    failure = work.run(trainer.train)
+    return work.figures(stages, trainer.model, failure)
 
 
 SYSTEMS = {"lgrpo": run_lgrpo, "trl": run_trl}
 
 
 class Work:
-    """The prompts and lengths of a run, and whether they came out."""
+    """The prompts and lengths of a run, phase after phase, and whether they came out."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        rollouts = options.warm_up + options.steps
-        self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, options.prompts * rollouts)
-        self.lengths = lengths(
-            options.workload,
-            len(self.prompts) * options.group,
-            options.completion_tokens,
-            options.mean_tokens,
-            options.cap_tokens,
-        )
-        self.longest = max(self.lengths)
         self.size = options.prompts * options.group
+        self.phase_of: list[int | None] = []
+        """Of every rollout, which is every step; None in a warm-up."""
+        self.periods: list[int] = []
+        """Of every cycle, how many rollouts it has; in a warm-up, lgrpo syncs before each."""
+        self.lengths: list[int] = []
+        for number, phase in enumerate(options.phases):
+            warm_up, steps, v = phase["warm_up"], phase["steps"], phase["v"]
+            self.phase_of += [None] * warm_up + [number] * steps
+            self.periods += [1] * warm_up + [v] * (steps // v)
+            of_all = (options.completion_tokens, options.mean_tokens, options.cap_tokens)
+            self.lengths += lengths(phase["workload"], (warm_up + steps) * self.size, *of_all)
+        self.longest = max(self.lengths)
+        needed = options.prompts * len(self.phase_of)
+        self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, needed)
 
     def check(self, rollout: int, found: list[int], whole: list[int] | None = None) -> None:
         """A rollout's completions, and with their prompts, have the lengths they should have."""
@@ -239,9 +250,32 @@ class Work:
         if whole is not None and whole != [length + self.options.prompt_tokens for length in expected]:
             raise RuntimeError(f"the prompts of rollout {rollout} are not {self.options.prompt_tokens} tokens long")
 
-    def tokens(self) -> tuple[float, float]:
-        """Sampled and trained tokens of a step after the warm-up, on average."""
-        sampled = sum(self.lengths[self.options.warm_up * self.size :]) / self.options.steps
+    @staticmethod
+    def run(train: Callable[[], Any]) -> str | None:
+        """Trains; what went wrong, since the phases before it are measured."""
+        try:
+            train()
+        except Exception as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"[:600]
+        return None
+
+    def figures(self, stages: Stages, model: Any, failure: str | None) -> list[dict[str, Any]]:
+        """What was measured in each phase."""
+        parameters, found = sum(p.numel() for p in model.parameters()), []
+        for number, phase in enumerate(self.options.phases):
+            if len(stages.steps[number]) < phase["steps"]:
+                found.append({"error": failure or "it did not come to this phase"})
+                continue
+            sampled, trained = self.tokens(number)
+            figures = stages.figures(number, sampled, trained, parameters, self.options.peak_flops)
+            found.append(figures | {"parameters": parameters})
+        return found
+
+    def tokens(self, phase: int) -> tuple[float, float]:
+        """Sampled and trained tokens of a step of a phase, on average."""
+        rollouts = [place for place, own in enumerate(self.phase_of) if own == phase]
+        sampled = sum(self.lengths[rollouts[0] * self.size : (rollouts[-1] + 1) * self.size]) / len(rollouts)
         return sampled, sampled + self.size * self.options.prompt_tokens
 
     def cache_gib(self) -> float:
@@ -252,7 +286,3 @@ class Work:
         width = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
         each = self.options.prompt_tokens + self.longest
         return 1.1 * self.size * each * config.num_hidden_layers * 2 * width * 2 / 2**30
-
-    @staticmethod
-    def count(model: Any) -> int:
-        return sum(p.numel() for p in model.parameters())

@@ -65,7 +65,8 @@ class Kernels(L.Callback):
 
 
 def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namespace) -> dict[str, Any]:
-    words, rollouts = random.Random(0), 1 + -(-options.rollouts // v) * v
+    words, cycles = random.Random(0), -(-options.rollouts // v)
+    rollouts = 1 + cycles * v
     rows = [
         {"question": "".join(words.choice("0123456789") for _ in range(options.prompt_tokens))}
         for _ in range(rollouts * options.prompts)
@@ -101,7 +102,7 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir="/tmp/lgrpo-bench",
-        callbacks=[Cycles(v, warm_up=1), ForgetWarmUp(), seen, *profilers],
+        callbacks=[Cycles([1] + cycles * [v]), ForgetWarmUp(), seen, *profilers],
     )
     trainer.fit(module, datamodule=data)
     kept = seen.rows[1:]

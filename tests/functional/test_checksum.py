@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lgrpo.functional import tensor_checksum
-from lgrpo.functional.checksum import _CHUNK, _SHIFT, _START, _STEP
+from lgrpo.functional.checksum import _CHUNK, _SHIFT, _START, _STEP, _kernel
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -46,3 +46,14 @@ def test_in_pieces_as_in_one():
     places = torch.arange(len(numbers)) * _STEP + _START
     expected = (((numbers >> 31) ^ numbers) + _SHIFT) * places
     assert int(tensor_checksum(numbers)) == int(expected.sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("size", [1, 7, 4096, 4 * 4096 + 4, 4 * 4096 + 1, 4 * _CHUNK + 12])
+def test_a_gpu_finds_the_same(dtype, size):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert _kernel() is not None, "torch for CUDA comes with Triton"
+    assert int(tensor_checksum(tensor.cuda())) == int(tensor_checksum(tensor))
+    assert int(tensor_checksum(tensor.cuda()[1:])) == int(tensor_checksum(tensor[1:]))

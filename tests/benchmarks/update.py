@@ -1,0 +1,266 @@
+"""The update alone, without engine and rollouts: ``python -m tests.benchmarks.update``.
+
+Random weights, random tokens: forward, clipped loss, backward, clipping of gradients, step of AdamW. What a module of
+Lightning does around it is left out. Each row has a process of its own, so that one without enough memory does not stop
+the others. Results are written to ``tests/benchmarks/results/update-MACHINE.json`` after each.
+
+With N parameters, L layers, heads of together H numbers, and sequences of T tokens, the shares of the peak count
+
+    6 N                  FLOP a token: products with weights, forward and backward
+    6 N + 6 L H T        the same, and attention: 12 L H T, of which a causal one needs half
+
+Activations that are computed again are not counted. The first gradient's norm is kept with each row: those that differ
+in memory alone must have the same.
+
+    python -m tests.benchmarks.update                                     # on a GPU, all rows
+    python -m tests.benchmarks.update --rows "1.5b" "1.5b, budget 0.4"    # some of them
+    python -m tests.benchmarks.update --shape tiny                        # a small model and short rows, on a CPU too
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor
+
+from lgrpo import CausalPolicy, ClippedLoss, RolloutBatch
+from lgrpo.functional import quick_products
+from lgrpo.losses import PolicyLogprobs
+from lgrpo.types import StepTotals
+from tests.benchmarks.stages import matmul_peak, peak_memory
+from tests.benchmarks.step import H200, RESULTS, machine_name
+from tests.benchmarks.workload import SHAPES
+
+QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """What is updated: a model, and the micro-batches of a step."""
+
+    model_type: str = "qwen2"
+    shape: dict[str, int]
+    sequences: int = 16
+    """Of a micro-batch."""
+    length: int = 612
+    prompt: int = 100
+    """Tokens of each sequence that were not sampled."""
+    micro_batches: int = 7
+    checkpointing: bool = False
+    budget: float = 1.0
+    """Share of its activations that a compiled layer may keep; the rest is computed again."""
+
+    def small(self) -> Row:
+        """A tiny model, and a sixteenth of the length."""
+        return replace(self, shape=SHAPES["tiny"], length=self.length // 16, prompt=max(1, self.prompt // 16))
+
+
+LONG = Row(model_type="qwen3", shape=QWEN3, sequences=1, length=16384, prompt=1, micro_batches=4)
+"""The sizes of prime-rl's benchmark of its trainer, which keeps no activations."""
+ROWS: dict[str, Row] = {
+    "qwen3-0.6b, 16k": LONG,
+    "qwen3-0.6b, 16k, checkpointing": replace(LONG, checkpointing=True),
+    "1.5b": Row(shape=SHAPES["1.5b"]),
+    "1.5b, checkpointing": Row(shape=SHAPES["1.5b"], checkpointing=True),
+    **{f"1.5b, budget {share}": Row(shape=SHAPES["1.5b"], budget=share) for share in (0.7, 0.4, 0.2)},
+    "0.5b": Row(shape=SHAPES["0.5b"]),
+}
+
+
+def random_batch(row: Row, device: str) -> RolloutBatch:
+    """A micro-batch of random tokens and of advantages 1 and -1; log π_α is not known yet."""
+    size = row.sequences, row.length
+    mask = (torch.arange(row.length, device=device) >= row.prompt).expand(size)
+    signs = torch.randint(0, 2, (row.sequences, 1), device=device).float() * 2 - 1
+    sampled, none = float(row.micro_batches * mask.sum()), torch.zeros(row.sequences, dtype=torch.int64, device=device)
+    sequences = float(row.micro_batches * row.sequences)
+    return RolloutBatch(
+        tokens=torch.randint(2, row.shape["vocab_size"], size, device=device),
+        attention_mask=torch.ones_like(mask),
+        completion_mask=mask,
+        loss_mask=mask,
+        behaviour_logprobs=torch.full(size, torch.nan, device=device),
+        rewards=signs[:, 0],
+        advantages=signs * mask,
+        behaviour_step=none,
+        positions=none,
+        truncated=none.bool(),
+        failed=none.bool(),
+        rows=torch.arange(row.sequences, device=device),
+        group_size=row.sequences,
+        temperature=1.0,
+        max_tokens=row.length - row.prompt,
+        rollout=0,
+        totals=StepTotals(all_tokens=sampled, live_tokens=sampled, all_sequences=sequences, live_sequences=sequences),
+    )
+
+
+def step(policy: CausalPolicy, optimizer: torch.optim.Optimizer, batches: list[RolloutBatch]) -> Tensor:
+    """One optimizer step, on-policy; the norm its gradient had."""
+    loss = ClippedLoss()
+    for batch in batches:
+        device = batch.tokens.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logprobs, entropy = policy(batch.tokens, batch.completion_mask, batch.temperature)
+            on_policy = replace(batch, behaviour_logprobs=logprobs.detach())
+            output = loss(on_policy, PolicyLogprobs(policy=logprobs, entropy=entropy))
+        with quick_products(device, policy.dtype):
+            output.loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def state_bytes(policy: CausalPolicy, optimizer: torch.optim.Optimizer) -> int:
+    """Of weights, of gradients, which are as large, and of what the optimizer keeps."""
+    kept = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)]
+    return sum(t.nbytes for t in kept) + 2 * sum(p.nbytes for p in policy.parameters())
+
+
+def flops_per_token(policy: CausalPolicy, length: int) -> tuple[int, int]:
+    """Of weights alone, and with attention; the formulas are at the top."""
+    config, weights = policy.config, 6 * sum(p.numel() for p in policy.parameters())
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * length
+    return weights, weights + attention
+
+
+def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of a row, in this process."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch._functorch.config.activation_memory_budget = row.budget
+    torch.manual_seed(0)
+    policy = CausalPolicy(
+        config={"model_type": row.model_type, "max_position_embeddings": row.length, "tie_word_embeddings": True}
+        | row.shape,
+        characters="0123456789",
+        gradient_checkpointing=row.checkpointing,
+        compile=options.compile,
+        chunk_size=4096,
+    )
+    with torch.device(device):
+        policy.build()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=device == "cuda")
+    batches = [random_batch(row, device) for _ in range(row.micro_batches)]
+    seconds, norms = [], []
+    for number in range(options.warm_up + options.steps):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            if number == options.warm_up:
+                torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        norms.append(step(policy, optimizer, batches))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    measured = seconds[options.warm_up :]
+    mean, tokens = sum(measured) / len(measured), row.sequences * row.length * row.micro_batches
+    weights, whole = flops_per_token(policy, row.length)
+    return {
+        "step_seconds": mean,
+        "steps": measured,
+        "warm_up_steps": seconds[: options.warm_up],
+        "tokens": tokens,
+        "tokens_per_second": tokens / mean,
+        "parameters": weights // 6,
+        "mfu": weights * tokens / mean / options.peak_flops,
+        "mfu_with_attention": whole * tokens / mean / options.peak_flops,
+        "peak_gib": (torch.cuda.max_memory_allocated() if device == "cuda" else peak_memory()) / 2**30,
+        "state_gib": state_bytes(policy, optimizer) / 2**30,
+        "gradient_norm": float(norms[0]),
+        "packed": policy.attention == "packed",
+    }
+
+
+def measure_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of a row, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, given = Path(folder) / "figures.json", Path(folder) / "options.json"
+        given.write_text(json.dumps(vars(options), default=str))
+        command = [sys.executable, "-m", "tests.benchmarks.update", "--inside", name, str(given), str(out)]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not finished after {options.limit:g} s"}
+        if not out.exists():
+            lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
+            return {"error": [line[:300] for line in lines[-3:]] or f"it ended with {done.returncode}"}
+        return json.loads(out.read_text())
+
+
+def chosen(name: str, options: argparse.Namespace) -> Row:
+    """A row, small where that is asked for."""
+    return ROWS[name].small() if options.shape == "tiny" else ROWS[name]
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = ["| | step, s | tokens/s | MFU, 6N | MFU, attention too | peak, GiB | weights, gradients, optimizer, GiB |"]
+    lines.append("|---|" + "---:|" * 6)
+    for name, found in rows.items():
+        if "error" in found:
+            lines.append(f"| {name} | {str(found['error'])[:100]} | | | | | |")
+            continue
+        shares = f"{found['mfu']:.1%} | {found['mfu_with_attention']:.1%}"
+        memory = f"{found['peak_gib']:.3g} | {found['state_gib']:.3g}"
+        lines.append(
+            f"| {name} | {found['step_seconds']:.3g} | {found['tokens_per_second']:,.0f} | {shares} | {memory} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--inside"]:
+        name, given, figures = sys.argv[2:]
+        options = argparse.Namespace(**json.loads(Path(given).read_text()))
+        Path(figures).write_text(json.dumps(measure(chosen(name, options), options)))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--shape", choices=["tiny"], help="of every row instead of its own, with a sixteenth of tokens")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that are left out")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--limit", type=float, default=400, help="seconds for each row")
+    parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
+    options = parser.parse_args()
+    if options.steps < 1 or options.warm_up < 0:
+        parser.error(f"--steps is {options.steps}, --warm-up {options.warm_up}: one step at least is measured")
+    cuda = torch.cuda.is_available()
+    machine = machine_name("cuda" if cuda else "cpu")
+    slug = re.sub(r"[^a-z0-9.]+", "-", machine.lower()).strip("-")
+    out = options.out or RESULTS / f"update-{slug}.json"
+    options.peak_flops = H200 if cuda else matmul_peak()
+    rows: dict[str, dict[str, Any]] = {}
+    results: dict[str, Any] = {"machine": machine, "device": "cuda" if cuda else "cpu"}
+    results["versions"] = {name: version(name) for name in ("torch", "transformers")}
+    results["settings"] = {name: getattr(options, name) for name in ("shape", "steps", "warm_up", "compile")}
+    results |= {"peak_flops": options.peak_flops, "rows": rows}
+    for name in options.rows:
+        rows[name] = {"settings": asdict(chosen(name, options))} | measure_apart(name, options)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name}: {rows[name].get('error') or rows[name]['step_seconds']}", flush=True)
+    print(f"\n{table(rows)}\n\n{out}")
+    if any("error" in found for found in rows.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
