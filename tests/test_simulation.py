@@ -33,21 +33,22 @@ from tests.helpers import build
 RESULTS = Path(__file__).parent / "benchmarks" / "results"
 STEP = RESULTS / "simulation_h200.json"
 STAGES = RESULTS / "vllm_stages.json"
+POOL = RESULTS / "step-nvidia-h200-1.5b.json"
 
 
-def one_gpu(measured: Measured, **schedule):
+def one_gpu(measured: Measured, slots=512, **schedule):
     workload = Workload(
         num_prompts=measured.num_prompts, group_size=measured.group_size, mean_tokens=measured.completion_tokens
     )
     layout = Layout(name="colocated", num_trainers=1)
-    costs = Costs(measured=measured, workload=workload, machine=Machine(), layout=layout, model_bytes=3.1e9)
+    costs = Costs(measured=measured, workload=workload, machine=Machine(slots=slots), layout=layout, model_bytes=3.1e9)
     return figures(costs, Schedule(**schedule))
 
 
 class TestAgainstOneGPU:
     """What was measured on one H200, from the stages at v = 1."""
 
-    @pytest.mark.parametrize("path", [STEP, STAGES], ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", [STEP, STAGES, POOL], ids=lambda path: path.stem)
     def test_v_1_comes_back(self, path):
         content = json.loads(path.read_text())
         run = content["runs"][0]
@@ -59,6 +60,11 @@ class TestAgainstOneGPU:
         found = one_gpu(read_measured(STAGES), period=10, generate_ahead=True)
         assert found.step_seconds == pytest.approx(run["step_seconds"], rel=0.06)
         assert list(found.lags) == run["lags"]
+
+    def test_v_10_is_foretold_of_two_engines(self):
+        run = next(run for run in json.loads(POOL.read_text())["runs"] if run["settings"]["v"] == 10)
+        found = one_gpu(read_measured(POOL), slots=2 * 512, period=10, generate_ahead=True)
+        assert found.step_seconds == pytest.approx(run["lgrpo"]["step_seconds"], rel=0.02)
 
 
 class TestAgainstTheLoop:

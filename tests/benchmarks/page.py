@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.step import RESULTS, table
+from tests.benchmarks.step import RESULTS, SWEEPS, table
 
 PAGE = Path(__file__).parents[2] / "tutorials" / "pages" / "speed.md"
 COLOURS = {"generate": "#1f77b4", "score": "#9467bd", "sync": "#2ca02c", "update": "#d95f02", "rest": "#7f7f7f"}
@@ -86,15 +86,15 @@ def draw_stages(results: dict[str, dict[str, Any]], path: Path) -> None:
     """Stages of a step, TRL's whole step being 1."""
     plt = _pyplot()
     rows = [
-        (f"{NAMES[system]}\n{result['model']}, {run['settings']['workload']}", run[system], run["trl"]["step_seconds"])
+        (f"{NAMES[system]}{_setting(run, system)}\n{result['model']}, {run['settings']['workload']}", run[system], run)
         for result in results.values()
         for run in main_runs(result)
         if "ratio" in run
-        for system in ("trl", "lgrpo")
+        for system in (["lgrpo"] if run["sweep"] else ["trl", "lgrpo"])  # beside the same bar of TRL's
     ]
     figure, axes = plt.subplots(figsize=(8, 0.55 * len(rows) + 1.3), layout="constrained")
-    for place, (_, figures, whole) in enumerate(reversed(rows)):
-        left = 0.0
+    for place, (_, figures, run) in enumerate(reversed(rows)):
+        left, whole = 0.0, run["trl"]["step_seconds"]
         if "stages" not in figures:
             axes.barh(place, figures["step_seconds"] / whole, color="#dddddd", height=0.75)
             continue
@@ -107,6 +107,13 @@ def draw_stages(results: dict[str, dict[str, Any]], path: Path) -> None:
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     figure.legend(handles, list(COLOURS), fontsize=8, ncols=len(COLOURS), loc="outside upper center")
     figure.savefig(path, dpi=120)
+
+
+def _setting(run: dict[str, Any], system: str) -> str:
+    """What is particular about a run."""
+    settings = run["settings"]
+    engines = f", {settings['processes']} engines" if system == "lgrpo" and settings.get("processes") else ""
+    return engines + (f", v = {settings['v']}" if settings["v"] > 1 else "")
 
 
 def draw_sweeps(result: dict[str, Any], path: Path) -> None:
@@ -145,7 +152,7 @@ def main() -> None:
     PAGE.write_text(filled(PAGE.read_text(), results))
     draw_stages(results, PAGE.with_name("speed_stages.png"))
     for result in results.values():
-        if any(run["sweep"] for run in result["runs"]):
+        if any(run["sweep"] in SWEEPS for run in result["runs"]):
             draw_sweeps(result, PAGE.with_name(f"speed_sweeps_{result['model']}.png"))
     print(PAGE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import defaultdict
@@ -118,12 +119,18 @@ class DeviceMemory(threading.Thread):
     def __init__(self, period: float = 0.05) -> None:
         super().__init__(daemon=True)
         self.period, self.peak = period, 0
+        self._ended = threading.Event()
+        atexit.register(self.end)
 
     def run(self) -> None:
-        while True:
+        while not self._ended.wait(self.period):
             free, total = torch.cuda.mem_get_info()
             self.peak = max(self.peak, total - free)
-            time.sleep(self.period)
+
+    def end(self) -> None:
+        """A process that exits while it looks would be aborted."""
+        self._ended.set()
+        self.join()
 
 
 _device: list[DeviceMemory] = []

@@ -386,16 +386,17 @@ without seeds began each rollout with the same random numbers. Prompts differ fr
 more reason to run them again.)
 
 *Throughput of v* (Mroueh et al.: v = 10 has 1.35 times the rollouts of v = 1, at 7B with one GPU that serves and seven
-that train). With vLLM in the trainer's process a sync is all that v can save, and there is little to it:
+that train). On one GPU engine and trainer take turns, and v saves syncs, sleeping and waking, and the ends of calls:
 
-| one H200, vLLM 0.26 in process | v = 1 | v = 10 | of it syncs |
-|---|---:|---:|---:|
-| 1.5B, 448 × 512 tokens, before packing ([stages](speed.md#before-packing)) | 23.5 s | 23.3 s | 0.50 and 0.05 s |
-| 1.5B, now ([stages](speed.md#on-one-h200)) | 16.0 s | not run | 0.18 s |
-| 7B with LoRA, 128 × 256 tokens ([stages](lora.md#7b-on-one-card)) | 10.1 s | not finished | 0.9 s |
+| one H200, vLLM 0.26 | v = 1 | v = 10 | generate | syncs |
+|---|---:|---:|---:|---:|
+| [1.5B](speed.md#on-one-h200), 448 × 512 tokens, two engines | 10.7 s | 9.3 s | 4.7, 3.6 s | 0.17, 0.01 s |
+| [the same](speed.md#before-packing) before packing, one engine | 23.5 s | 23.3 s | 11.2, 11.9 s | 0.50, 0.05 s |
+| [7B with LoRA](lora.md#7b-on-one-card), 128 × 256 tokens | 9.3 s | not finished | 2.6, 1.7 s | 0.9 s, with waking |
 
-So 1.35 does not show on one GPU, and should not: there it comes from servers that sample while others train.
-[The simulation](simulation.md) says how much to expect of that, and what it assumes.
+So v = 10 has 1.15 times the rollouts of v = 1 at 1.5B: most of the gain is one long generation instead of ten short
+ones, in which engines are never half empty. 1.35 does not show on one GPU, and should not: there it comes from servers
+that sample while others train. [The simulation](simulation.md) says how much to expect of that, and what it assumes.
 """
 
 

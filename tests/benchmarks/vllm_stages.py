@@ -1,7 +1,7 @@
 """Where the time of a run with vLLM in process goes: ``python -m tests.benchmarks.vllm_stages``.
 
-Random weights of a Qwen2 shape, by the same module, data module and callbacks as any run. The first rollout is left out
-as warm-up, and from the next on cycles of v are counted. Results are in ``results/vllm_stages-….json``.
+Random weights of a Qwen2 shape, by the same module, data module and callbacks as any run. The very first rollout is
+left out as warm-up, and from the next on cycles of v are counted. Results are in ``results/vllm_stages-….json``.
 
     python -m tests.benchmarks.vllm_stages --v 1 10                                        # 1.5B, 448 × 512 tokens
     python -m tests.benchmarks.vllm_stages --strategy fsdp                                 # or fsdp2; a world of one
@@ -64,9 +64,9 @@ class Kernels(L.Callback):
             self.path.write_text(times.table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
 
 
-def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namespace) -> dict[str, Any]:
+def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namespace, warm_up: int) -> dict[str, Any]:
     words, cycles = random.Random(0), -(-options.rollouts // v)
-    rollouts = 1 + cycles * v
+    rollouts = warm_up + cycles * v
     rows = [
         {"question": "".join(words.choice("0123456789") for _ in range(options.prompt_tokens))}
         for _ in range(rollouts * options.prompts)
@@ -102,10 +102,10 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir="/tmp/lgrpo-bench",
-        callbacks=[Cycles([1] + cycles * [v]), ForgetWarmUp(), seen, *profilers],
+        callbacks=[Cycles(warm_up * [1] + cycles * [v]), ForgetWarmUp(), seen, *profilers],
     )
     trainer.fit(module, datamodule=data)
-    kept = seen.rows[1:]
+    kept = seen.rows[warm_up:]
     mean = {name: sum(row.get(f"time/{name}", 0.0) for row in kept) / len(kept) for name in STAGES}
     span = mean["wait"] + mean["update"]
     sampled = options.completion_tokens * options.prompts * options.group
@@ -186,7 +186,7 @@ def main() -> None:
     for number, v in enumerate(options.v, start=1):
         if options.profile and number == len(options.v):
             profile.enable()
-        found = run(module, engine, v, options)
+        found = run(module, engine, v, options, warm_up=1 if number == 1 else 0)
         profile.disable()
         results["runs"].append(found)
         out.write_text(json.dumps(results, indent=1) + "\n")
