@@ -6,12 +6,15 @@ import copy
 import json
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from itertools import product
 
 import pytest
+import torch
 
 from tests.benchmarks import check, page
+from tests.benchmarks.stages import Stages
 from tests.benchmarks.systems import Work
 from tests.benchmarks.workload import lengths, make_model, prompt_texts
 
@@ -43,6 +46,25 @@ def test_a_run_whose_lengths_did_not_come_out_is_refused(tmp_path):
         work.check(1, [5, 5, 4, 5])
     with pytest.raises(RuntimeError, match="not 6 tokens long"):
         work.check(1, [5, 5, 5, 5], [11, 11, 12, 11])
+
+
+def test_what_ends_a_phase_loses_none_before_it(tmp_path):
+    make_model(tmp_path, "demo", 64)
+    phases = [{"workload": "fixed", "v": 1, "warm_up": 1, "steps": 1}] * 2
+    given = {"folder": tmp_path, "prompts": 1, "group": 2, "prompt_tokens": 6, "completion_tokens": 5, "mean_tokens": 0}
+    work = Work(Namespace(**given, phases=phases, cap_tokens=0, peak_flops=1e12, figures=tmp_path / "figures.json"))
+    stages, model = Stages(work.phase_of, "wall"), torch.nn.Linear(2, 2)
+
+    def train():
+        for step in (1, 2, 3):
+            stages.inside("around", time.sleep, 0.01)
+            stages.end_step(step)
+        assert "step_seconds" in json.loads((tmp_path / "figures.json").read_text())[0]
+        raise RuntimeError("no memory")
+
+    first, second = work.run(train, stages, lambda: work.figures(stages, model))
+    assert first["step_seconds"] >= 0.01
+    assert second == {"error": "RuntimeError: no memory"}
 
 
 def test_both_systems_in_one_run(tmp_path):

@@ -230,7 +230,8 @@ class EnginePool(RolloutEngine):
     def _hand_over_to_all(self, weights: PolicyWeights, version: int) -> tuple[Sent, list[EngineFailure]]:
         if self._members:
             return self._hand_over(self._members, weights, version, self.sync_timeout)
-        self._members = [self._start() for _ in range(self.num_processes)]
+        for _ in range(self.num_processes):
+            self._members.append(self._start())
         if not torch.cuda.is_available() or getattr(self.engine, "kv_cache_gib", None) is not None:
             return self._hand_over(self._members, weights, version, self.start_timeout)
         failures: list[EngineFailure] = []
@@ -259,15 +260,17 @@ class EnginePool(RolloutEngine):
 
         assert self._folder is not None
         path = self._folder / "weights.safetensors"
-        for number, chunk in enumerate(chunks(sent.through(weights))):
-            lying = laid_out(chunk, path)
 
-            def give(member: MemberProcess, lying: LaidOut = lying, number: int = number) -> None:
-                member.give(lying, weights.config, version, number, timeout)
-
-            each(give)
+        def hand_over(number: int, lying: LaidOut) -> None:
+            each(lambda member: member.give(lying, weights.config, version, number, timeout))
             each(lambda member: member.expect("next", timeout))
-            path.unlink(missing_ok=True)
+
+        for number, chunk in enumerate(chunks(sent.through(weights))):
+            try:
+                hand_over(number, laid_out(chunk, path))
+            finally:
+                path.unlink(missing_ok=True)
+                chunk.clear()  # before the next one is made
         each(lambda member: member.send(None, timeout))
         each(lambda member: member.answer(timeout))
         for member in failures:

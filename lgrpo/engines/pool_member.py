@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -31,8 +31,6 @@ LaidOut: TypeAlias = "Path | tuple[Contents, Tensor]"
 Contents: TypeAlias = "list[tuple[str, torch.dtype, torch.Size]]"
 """Their names, types and shapes, in order."""
 
-_ALIGNED = 16
-"""Bytes whose multiple every tensor begins at."""
 _DEVICE = 6
 """Where among what torch needs to find a tensor again the number of its GPU stands."""
 
@@ -46,8 +44,12 @@ def in_a_row(tensors: dict[str, Tensor]) -> tuple[Contents, Tensor]:
     >>> from_a_row(contents, memory)["b"]
     tensor([[1., 2.]])
     """
-    rows = [nn.functional.pad(_bytes(tensor), (0, -tensor.nbytes % _ALIGNED)) for tensor in tensors.values()]
-    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()], torch.cat(rows)
+    contents = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    size = sum(_room(tensor.nbytes) for tensor in tensors.values())
+    memory = torch.empty(size, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    for name, place in from_a_row(contents, memory).items():
+        place.copy_(tensors[name])
+    return contents, memory
 
 
 def from_a_row(contents: Contents, memory: Tensor) -> dict[str, Tensor]:
@@ -56,12 +58,13 @@ def from_a_row(contents: Contents, memory: Tensor) -> dict[str, Tensor]:
     for name, dtype, shape in contents:
         size = shape.numel() * dtype.itemsize
         tensors[name] = memory[start : start + size].view(dtype).view(shape)
-        start += size + -size % _ALIGNED
+        start += _room(size)
     return tensors
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+def _room(size: int) -> int:
+    """Bytes that so many take up, so that what follows begins where any type may."""
+    return size + -size % 16
 
 
 def laid_out(tensors: dict[str, Tensor], path: Path) -> LaidOut:
@@ -212,7 +215,8 @@ def leave(folder: Path) -> NoReturn:
     """Ends, without its files, and the last one without the pool's."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.parent.rmdir()
+        if not any(other.is_dir() for other in folder.parent.iterdir()):
+            shutil.rmtree(folder.parent, ignore_errors=True)  # weights that were on their way may lie there
     os._exit(0)
 
 

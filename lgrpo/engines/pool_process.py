@@ -58,9 +58,8 @@ class MemberProcess:
         self.connection, theirs = Pipe()
         self._is_asked = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._config: PretrainedConfig | None = None
+        self._config: dict[str, Any] | None = None
         """What it knows already, and need not be sent again."""
-        self._watch = _Watch(self.kill)
         with self.log.open("w") as log:
             self.process: subprocess.Popen = start_process(
                 [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(folder)],
@@ -71,11 +70,14 @@ class MemberProcess:
                 pass_fds=(theirs.fileno(),),
             )
         theirs.close()
+        self._watch = _Watch(self.kill)
         try:
             self.send(engine, timeout=60)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            self.kill()
-            raise EngineError(f"a {type(engine).__name__} cannot be sent to another process: {error}") from error
+        except BaseException as error:
+            self.close()
+            if isinstance(error, pickle.PicklingError | TypeError | AttributeError):
+                raise EngineError(f"a {type(engine).__name__} cannot be sent to another process: {error}") from error
+            raise
 
     @property
     def is_alive(self) -> bool:
@@ -96,8 +98,10 @@ class MemberProcess:
     def give(self, chunk: LaidOut, config: PretrainedConfig, version: int, number: int, timeout: float) -> None:
         """Some of the weights; with the first of them the order to take them in."""
         if number == 0:
-            self.ask("receive", None if config is self._config else config, version, packed(chunk), timeout=timeout)
-            self._config = config
+            settings = config.to_dict()
+            known = settings == self._config
+            self.ask("receive", None if known else config, version, packed(chunk), timeout=timeout)
+            self._config = settings
         else:
             self.send(packed(chunk), timeout)
 

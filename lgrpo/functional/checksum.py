@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
@@ -32,7 +33,7 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     # uppermost, where signs are, a sum knows only whether they are even in number.
     count = bits.numel()
     shift = _wrapped(_SHIFT * (count * (count - 1) // 2 * _STEP + count * _START))
-    if bits.is_cuda and (weighted_sum := _kernel()) is not None:
+    if bits.is_cuda and (weighted_sum := _kernel(bits.device)) is not None:
         return weighted_sum(bits, _STEP, _START) + shift
     total = torch.full((), shift, dtype=torch.int64, device=bits.device)
     for start in range(0, count, _CHUNK):
@@ -45,11 +46,15 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
 
 
 @lru_cache
-def _kernel() -> Callable[[Tensor, int, int], Tensor] | None:
-    """All of it in one pass over the bits, where there is Triton; the operations below take a dozen."""
+def _kernel(device: torch.device) -> Callable[[Tensor, int, int], Tensor] | None:
+    """All of it in one pass over the bits, where Triton works; the operations above take a dozen."""
     try:
         from lgrpo.functional.checksum_kernel import weighted_sum
-    except ImportError:
+
+        weighted_sum(torch.zeros(1, dtype=torch.int64, device=device), _STEP, _START)
+    except Exception as error:  # what Triton misses, a compiler say, shows when it is first used
+        if not isinstance(error, ImportError):
+            warnings.warn(f"syncs take a little longer, since Triton does not work here: {error}", stacklevel=2)
         return None
     return weighted_sum
 

@@ -21,19 +21,22 @@ OWN_SHARE = 0.05
 
 
 def ratios(results: dict[str, Any]) -> dict[str, float]:
-    """Every figure that can be compared, by a name that says what was measured; more is worse."""
-    found, first = {}, dict[str, float]()
+    """Every figure that can be compared, by a name that says what was measured; more is worse.
+
+    Of several runs under one name the first counts: those behind it are kept from earlier days.
+    """
+    found, first = dict[str, float](), dict[str, float]()
     for run in results["runs"]:
         settings = run["settings"]
         name = f"{results['device']}, {results['model']}, {settings['workload']} lengths"
         name += "".join(f", {field} {settings[field]}" for field in SAME[1:] if settings.get(field) is not None)
         ours, peer = run.get("lgrpo", {}), run.get("trl", {})
         if "step_seconds" in ours and "step_seconds" in peer:
-            found[f"time of a step over TRL's: {name}"] = ours["step_seconds"] / peer["step_seconds"]
+            found.setdefault(f"time of a step over TRL's: {name}", ours["step_seconds"] / peer["step_seconds"])
             if "peak_gib" in ours and "peak_gib" in peer:
-                found[f"memory over TRL's: {name}"] = ours["peak_gib"] / peer["peak_gib"]
+                found.setdefault(f"memory over TRL's: {name}", ours["peak_gib"] / peer["peak_gib"])
         if "own_share" in ours:
-            found[f"own share of a step: {name}"] = ours["own_share"]
+            found.setdefault(f"own share of a step: {name}", ours["own_share"])
         if (sweep := run.get("sweep")) and "step_seconds" in ours:
             start = first.setdefault(sweep, ours["step_seconds"])
             if start != ours["step_seconds"]:

@@ -93,7 +93,7 @@ def teach(options: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy = CausalPolicy(str(options.model))
+    policy = CausalPolicy(str(options.model), pad_token=options.pad_token)
     policy.build()
     policy.to(device)
     template = Template(prompt=str(SETTINGS["data.task.init_args.template.prompt"]))
@@ -215,6 +215,7 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of the model, in the form of Hugging Face")
+    parser.add_argument("--pad-token", help="for a model whose tokenizer has none: a token that occurs in no text")
     parser.add_argument("--data", type=Path, help="folder with GSM8K's train and test files")
     parser.add_argument("--folder", type=Path, default=Path("runs/gsm8k"), help="for the warm start and the runs")
     parser.add_argument("--arms", nargs="+", choices=OVERLAYS, default=list(ON_THE_GPU))

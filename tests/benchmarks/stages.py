@@ -29,6 +29,7 @@ class Stages:
         self.now = CLOCKS[clock]
         self.steps: dict[int, list[dict[str, float]]] = defaultdict(list)
         self.peaks: dict[int, int] = {}
+        self.on_phase_end: Callable[[], None] = lambda: None
         self._totals: dict[str, float] = defaultdict(float)
         self._stack = ["rest"]
         self._last = self.now()
@@ -73,6 +74,8 @@ class Stages:
             self.peaks[phase] = peak_memory()
         self._totals.clear()
         if following != phase:
+            if phase is not None:
+                self.on_phase_end()
             forget_peak_memory()
 
     def figures(self, phase: int, sampled: float, trained: float, parameters: int, peak_flops: float) -> dict[str, Any]:

@@ -70,20 +70,22 @@ def measure(system: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One system in a process of its own: the figures of every phase."""
     with tempfile.TemporaryDirectory() as name:
         out, given = Path(name) / "figures.json", Path(name) / "options.json"
-        given.write_text(json.dumps(vars(options), default=str))
-        command = [sys.executable, "-m", "tests.benchmarks.step", "--inside", system, str(given), str(out)]
+        given.write_text(json.dumps(vars(options) | {"figures": str(out)}, default=str))
+        command = [sys.executable, "-m", "tests.benchmarks.step", "--inside", system, str(given)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if options.threads:
             environment["OMP_NUM_THREADS"] = str(options.threads)
-        limit = options.limit * len(options.phases)
+        limit, failure = options.limit * len(options.phases), dict[str, Any]()
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-        except subprocess.TimeoutExpired:
-            return [{"error": f"not finished after {limit:g} s"}] * len(options.phases)
-        if not out.exists():
             lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
-            return [{"error": [line[:300] for line in lines[-3:]]}] * len(options.phases)
-        return json.loads(out.read_text())
+            if done.returncode:
+                failure = {"error": [line[:300] for line in lines[-3:]]}
+        except subprocess.TimeoutExpired:
+            failure = {"error": f"not finished after {limit:g} s"}
+        if not out.exists():
+            return [failure] * len(options.phases)
+        return [figures | failure if "error" in figures else figures for figures in json.loads(out.read_text())]
 
 
 def phase(options: argparse.Namespace, workload: str, v: int, steps: int, warm_up: int) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def beside_trl(run: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Gives a run of lgrpo alone the figures TRL had at v = 1, its best where it does not start at a larger one."""
     for other in others:
         same = other["settings"]["workload"] == run["settings"]["workload"] and other["settings"]["v"] == 1
-        if same and "step_seconds" in other.get("trl", {}):
+        if same and "step_seconds" in other.get("trl", {}) and "step_seconds" in run.get("lgrpo", {}):
             run["trl"] = other["trl"]
 
 
@@ -170,7 +172,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int)
     parser.add_argument("--sweep-steps", type=int, default=3, help="of each run of a sweep, after one of warm-up")
     parser.add_argument("--v", type=int, default=1, help="TRL's steps_per_generation, in steps")
-    parser.add_argument("--also-v", type=int, nargs="+", default=[], help="and a cycle of lgrpo, beside TRL at --v")
+    parser.add_argument("--also-v", type=int, nargs="+", default=[], help="and a cycle of lgrpo, beside TRL at v = 1")
     parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU that lgrpo's vLLM takes")
     parser.add_argument("--peer-engine-memory", type=float, default=0.3, help="and TRL's; by default as TRL has it")
     parser.add_argument(
@@ -226,9 +228,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--inside"]:
         from tests.benchmarks.systems import SYSTEMS
 
-        system, given, out = sys.argv[2:]
+        system, given = sys.argv[2:]
         options = argparse.Namespace(**json.loads(Path(given).read_text()))
-        Path(out).write_text(json.dumps(SYSTEMS[system](options)))
+        Path(options.figures).write_text(json.dumps(SYSTEMS[system](options)))
         return
     options = parse()
     machine = options.machine or machine_name(options.device)
@@ -251,7 +253,9 @@ def main() -> None:
             options.folder = name
         jobs: list[tuple[str | None, argparse.Namespace, list[dict[str, Any]]]] = []
         main_ones = [phase(options, w, options.v, options.steps, options.warm_up) for w in workloads if w != "none"]
-        main_ones += [phase(options, "fixed", v, v, 0) for v in options.also_v]
+        main_ones += [
+            phase(options, "fixed", v, v, 0 if "fixed" in workloads else options.warm_up) for v in options.also_v
+        ]
         jobs += [(None, options, main_ones)] if main_ones else []
         for sweep in options.sweep:
             field, values, systems = SWEEPS[sweep]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -112,14 +113,15 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
         default_root_dir=tempfile.mkdtemp(),
         callbacks=[Cycles(work.periods), Watch()],
     )
-    failure = work.run(lambda: trainer.fit(module, datamodule=data))
-    found = work.figures(stages, policy.model, failure)
-    syncs = [record.seconds for record in engine.ledger]
-    for phase, figures in zip(options.phases, found, strict=True):
-        count = phase["warm_up"] + phase["steps"] // phase["v"]
-        own, syncs = syncs[phase["warm_up"] : count], syncs[count:]
-        figures["sync_each"] = own
-    return found
+
+    def figures() -> list[dict[str, Any]]:
+        found, syncs = work.figures(stages, policy.model), [record.seconds for record in engine.ledger]
+        for phase, own in zip(options.phases, found, strict=True):
+            count = phase["warm_up"] + phase["steps"] // phase["v"]
+            own["sync_each"], syncs = syncs[phase["warm_up"] : count], syncs[count:]
+        return found
+
+    return work.run(lambda: trainer.fit(module, datamodule=data), stages, figures)
 
 
 def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
@@ -214,8 +216,7 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
     stages.wrap(trainer.model, "forward", "arithmetic", outside="generate")
     stages.wrap(trainer.accelerator, "backward", "arithmetic")
     stages.wrap(trainer.accelerator, "clip_grad_norm_", "arithmetic")
-    failure = work.run(trainer.train)
-    return work.figures(stages, trainer.model, failure)
+    return work.run(trainer.train, stages, lambda: work.figures(stages, trainer.model))
 
 
 SYSTEMS = {"lgrpo": run_lgrpo, "trl": run_trl}
@@ -238,6 +239,7 @@ class Work:
             self.periods += [1] * warm_up + [v] * (steps // v)
             of_all = (options.completion_tokens, options.mean_tokens, options.cap_tokens)
             self.lengths += lengths(phase["workload"], (warm_up + steps) * self.size, *of_all)
+        self.failure = "it did not come to the end of this phase"
         self.longest = max(self.lengths)
         needed = options.prompts * len(self.phase_of)
         self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, needed)
@@ -250,22 +252,27 @@ class Work:
         if whole is not None and whole != [length + self.options.prompt_tokens for length in expected]:
             raise RuntimeError(f"the prompts of rollout {rollout} are not {self.options.prompt_tokens} tokens long")
 
-    @staticmethod
-    def run(train: Callable[[], Any]) -> str | None:
-        """Trains; what went wrong, since the phases before it are measured."""
+    def run(
+        self, train: Callable[[], Any], stages: Stages, figures: Callable[[], list[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """Trains; the figures are written at the end of every phase, so that whatever ends the next loses none."""
+        stages.on_phase_end = lambda: self.write(figures())
         try:
             train()
         except Exception as error:
             traceback.print_exc()
-            return f"{type(error).__name__}: {error}"[:600]
-        return None
+            self.failure = f"{type(error).__name__}: {error}"[:600]
+        return figures()
 
-    def figures(self, stages: Stages, model: Any, failure: str | None) -> list[dict[str, Any]]:
+    def write(self, figures: list[dict[str, Any]]) -> None:
+        Path(self.options.figures).write_text(json.dumps(figures))
+
+    def figures(self, stages: Stages, model: Any) -> list[dict[str, Any]]:
         """What was measured in each phase."""
         parameters, found = sum(p.numel() for p in model.parameters()), []
         for number, phase in enumerate(self.options.phases):
             if len(stages.steps[number]) < phase["steps"]:
-                found.append({"error": failure or "it did not come to this phase"})
+                found.append({"error": self.failure})
                 continue
             sampled, trained = self.tokens(number)
             figures = stages.figures(number, sampled, trained, parameters, self.options.peak_flops)

@@ -102,8 +102,10 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir="/tmp/lgrpo-bench",
-        callbacks=[Cycles(warm_up * [1] + cycles * [v]), ForgetWarmUp(), seen, *profilers],
+        callbacks=[Cycles(warm_up * [1] + cycles * [v]), *([ForgetWarmUp()] if warm_up else []), seen, *profilers],
     )
+    synced = len(engine.ledger)
+    forget_peak_memory()
     trainer.fit(module, datamodule=data)
     kept = seen.rows[warm_up:]
     mean = {name: sum(row.get(f"time/{name}", 0.0) for row in kept) / len(kept) for name in STAGES}
@@ -120,7 +122,7 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         "update_tokens_per_second": trained / mean["update"],
         "rollouts_per_minute": 60 / span,
         "sync_bytes": engine.ledger[-1].num_bytes,
-        "sync_seconds_each": [record.seconds for record in engine.ledger][-3:],
+        "sync_seconds_each": [record.seconds for record in engine.ledger[synced:]][-3:],
         "engine_mismatch_mean": seen.rows[0].get("train/engine_mismatch_mean"),
         "lags": [row["train/lag"] for row in seen.rows],
         "peak_gib": peak_memory() / 2**30,

@@ -269,6 +269,7 @@ def test_they_end_with_the_trainer():
     folder, *pids = parent.stdout.readline().split()
     assert len(pids) == 2
     assert all(is_running(pid) for pid in pids)
+    (Path(folder) / "weights.safetensors").write_bytes(b"as in the middle of a sync")
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 30
