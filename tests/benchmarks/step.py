@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from tests.benchmarks.apart import inside, measure_apart
 from tests.benchmarks.stages import STAGES, matmul_peak
 from tests.benchmarks.workload import SHAPES, make_model
 
@@ -66,26 +67,18 @@ def machine_name(device: str) -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
+def slug(name: str) -> str:
+    """A name as part of a file's."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
 def measure(system: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One system in a process of its own: the figures of every phase."""
-    with tempfile.TemporaryDirectory() as name:
-        out, given = Path(name) / "figures.json", Path(name) / "options.json"
-        given.write_text(json.dumps(vars(options) | {"figures": str(out)}, default=str))
-        command = [sys.executable, "-m", "tests.benchmarks.step", "--inside", system, str(given)]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if options.threads:
-            environment["OMP_NUM_THREADS"] = str(options.threads)
-        limit, failure = options.limit * len(options.phases), dict[str, Any]()
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-            lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
-            if done.returncode:
-                failure = {"error": [line[:300] for line in lines[-3:]]}
-        except subprocess.TimeoutExpired:
-            failure = {"error": f"not finished after {limit:g} s"}
-        if not out.exists():
-            return [failure] * len(options.phases)
-        return [figures | failure if "error" in figures else figures for figures in json.loads(out.read_text())]
+    limit = options.limit * len(options.phases)
+    found, failure = measure_apart("tests.benchmarks.step", system, options, limit, options.threads)
+    if found is None:
+        return [failure] * len(options.phases)
+    return [figures | failure if "error" in figures else figures for figures in found]
 
 
 def phase(options: argparse.Namespace, workload: str, v: int, steps: int, warm_up: int) -> dict[str, Any]:
@@ -105,9 +98,12 @@ def compare(
     shared = {name: getattr(options, name) for name in SETTINGS}
     runs: list[dict[str, Any]] = [{"sweep": sweep, "settings": own | shared} for own in phases]
     for system in options.systems:
-        chosen = [run for run, own in zip(runs, phases, strict=True) if system == "lgrpo" or own["v"] == options.v]
-        own = [own for own in phases if system == "lgrpo" or own["v"] == options.v]
-        for run, figures in zip(chosen, measure(system, argparse.Namespace(**vars(options), phases=own)), strict=True):
+        places = [i for i, own in enumerate(phases) if system == "lgrpo" or own["v"] == options.v]
+        if not places:
+            continue
+        chosen = [runs[i] for i in places]
+        there = argparse.Namespace(**vars(options), phases=[phases[i] for i in places])
+        for run, figures in zip(chosen, measure(system, there), strict=True):
             run[system] = figures
         for error in dict.fromkeys(str(run[system]["error"]) for run in chosen if "error" in run[system]):
             print(f"{system} failed: {error}", flush=True)
@@ -225,18 +221,16 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--inside"]:
+    if apart := inside():
         from tests.benchmarks.systems import SYSTEMS
 
-        system, given = sys.argv[2:]
-        options = argparse.Namespace(**json.loads(Path(given).read_text()))
+        system, options = apart
         Path(options.figures).write_text(json.dumps(SYSTEMS[system](options)))
         return
     options = parse()
     machine = options.machine or machine_name(options.device)
     model = Path(options.model).name
-    slug = re.sub(r"[^a-z0-9.]+", "-", f"{machine}-{model}".lower()).strip("-")
-    out = options.out or RESULTS / f"step-{slug}.json"
+    out = options.out or RESULTS / f"step-{slug(f'{machine}-{model}')}.json"
     if options.threads:
         torch.set_num_threads(options.threads)
     options.peak_flops = H200 if options.device == "cuda" else matmul_peak(options.clock)

@@ -21,11 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -40,8 +36,9 @@ from lgrpo import CausalPolicy, ClippedLoss, RolloutBatch
 from lgrpo.functional import quick_products
 from lgrpo.losses import PolicyLogprobs
 from lgrpo.types import StepTotals
+from tests.benchmarks.apart import inside, measure_apart
 from tests.benchmarks.stages import matmul_peak, peak_memory
-from tests.benchmarks.step import H200, RESULTS, machine_name
+from tests.benchmarks.step import H200, RESULTS, machine_name, slug
 from tests.benchmarks.workload import SHAPES
 
 QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
@@ -187,23 +184,6 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of a row, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, given = Path(folder) / "figures.json", Path(folder) / "options.json"
-        given.write_text(json.dumps(vars(options), default=str))
-        command = [sys.executable, "-m", "tests.benchmarks.update", "--inside", name, str(given), str(out)]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.limit)
-        except subprocess.TimeoutExpired:
-            return {"error": f"not finished after {options.limit:g} s"}
-        if not out.exists():
-            lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
-            return {"error": [line[:300] for line in lines[-3:]] or f"it ended with {done.returncode}"}
-        return json.loads(out.read_text())
-
-
 def chosen(name: str, options: argparse.Namespace) -> Row:
     """A row, small where that is asked for."""
     return ROWS[name].small() if options.shape == "tiny" else ROWS[name]
@@ -226,10 +206,9 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--inside"]:
-        name, given, figures = sys.argv[2:]
-        options = argparse.Namespace(**json.loads(Path(given).read_text()))
-        Path(figures).write_text(json.dumps(measure(chosen(name, options), options)))
+    if apart := inside():
+        name, options = apart
+        Path(options.figures).write_text(json.dumps(measure(chosen(name, options), options)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
@@ -244,8 +223,7 @@ def main() -> None:
         parser.error(f"--steps is {options.steps}, --warm-up {options.warm_up}: one step at least is measured")
     cuda = torch.cuda.is_available()
     machine = machine_name("cuda" if cuda else "cpu")
-    slug = re.sub(r"[^a-z0-9.]+", "-", machine.lower()).strip("-")
-    out = options.out or RESULTS / f"update-{slug}.json"
+    out = options.out or RESULTS / f"update-{slug(machine)}.json"
     options.peak_flops = H200 if cuda else matmul_peak()
     rows: dict[str, dict[str, Any]] = {}
     results: dict[str, Any] = {"machine": machine, "device": "cuda" if cuda else "cpu"}
@@ -253,7 +231,8 @@ def main() -> None:
     results["settings"] = {name: getattr(options, name) for name in ("shape", "steps", "warm_up", "compile")}
     results |= {"peak_flops": options.peak_flops, "rows": rows}
     for name in options.rows:
-        rows[name] = {"settings": asdict(chosen(name, options))} | measure_apart(name, options)
+        figures, failure = measure_apart("tests.benchmarks.update", name, options, options.limit)
+        rows[name] = {"settings": asdict(chosen(name, options))} | (figures or failure)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{name}: {rows[name].get('error') or rows[name]['step_seconds']}", flush=True)
