@@ -44,6 +44,9 @@ def test_a_run_whose_lengths_did_not_come_out_is_refused(tmp_path):
     work.check(1, [5, 5, 5, 5], [11, 11, 11, 11])
     with pytest.raises(RuntimeError, match="rollout 1 has completions of"):
         work.check(1, [5, 5, 4, 5])
+    work.check_policy(3, {2})
+    with pytest.raises(RuntimeError, match=r"rollout 3 was sampled by the policy of steps \[3\], not 2"):
+        work.check_policy(3, {3})
     with pytest.raises(RuntimeError, match="not 6 tokens long"):
         work.check(1, [5, 5, 5, 5], [11, 11, 12, 11])
 

@@ -85,6 +85,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
 
         def on_rollout_end(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
             work.check(batch.rollout, batch.completion_mask.sum(1).tolist(), batch.lengths.tolist())
+            work.check_policy(batch.rollout, set(batch.behaviour_step.tolist()))
 
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int) -> None:
             if (i + 1) % trainer.accumulate_grad_batches == 0:
@@ -251,6 +252,12 @@ class Work:
             raise RuntimeError(f"rollout {rollout} has completions of {found[:8]}… tokens, not {expected[:8]}…")
         if whole is not None and whole != [length + self.options.prompt_tokens for length in expected]:
             raise RuntimeError(f"the prompts of rollout {rollout} are not {self.options.prompt_tokens} tokens long")
+
+    def check_policy(self, rollout: int, steps: set[int]) -> None:
+        """A rollout is sampled by the policy as it was when its cycle began; a rollout is a step."""
+        begin = max(start for start in accumulate(self.periods, initial=0) if start <= rollout)
+        if steps != {begin}:
+            raise RuntimeError(f"rollout {rollout} was sampled by the policy of steps {sorted(steps)}, not {begin}")
 
     def run(
         self, train: Callable[[], Any], stages: Stages, figures: Callable[[], list[dict[str, Any]]]
