@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from lgrpo import __version__
 from lgrpo.checkpoints import META, SIZES, consolidate, damage, is_whole, newest_checkpoint, read_sharded
-from lgrpo.functional import as_numbers, combined_checksum, tensor_checksum
+from lgrpo.functional import combined_checksum, named_checksums
 from lgrpo.plan import plan, policy_of
 from lgrpo.policy import CausalPolicy, is_reference
 from lgrpo.report import read_series
@@ -149,8 +149,8 @@ def write_adapter(policy: CausalPolicy, folder: Path) -> str:
 
 def same(weights: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]) -> str:
     """The checksum of what was read back, or an error where it is not what was written."""
-    sums = as_numbers({name: tensor_checksum(tensor.cpu()) for name, tensor in weights})
-    found = as_numbers({name: tensor_checksum(tensor) for name, tensor in held.items()})
+    sums = named_checksums((name, tensor.cpu()) for name, tensor in weights)
+    found = named_checksums(held.items())
     if different := [name for name in sums | found if sums.get(name) != found.get(name)]:
         raise ExportError(f"{different[0]} is not in the folder as it is in the policy")
     return combined_checksum(sums)

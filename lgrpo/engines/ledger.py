@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lgrpo.functional import as_numbers, combined_checksum, tensor_checksum
+from lgrpo.functional import AT_ONCE, as_numbers, chunks, combined_checksum, tensor_checksums
 
 
 class WeightSyncError(RuntimeError):
@@ -41,33 +42,40 @@ class Sent:
     """Precision of the engine; None: the policy's."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: int = 0
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    """Checksums, still on the device they were taken on: fetching each by itself would wait for it."""
-    totals: dict[str, Tensor] = field(default_factory=dict)
-    """Plain sums, to see whether a tensor is finite."""
+    _noted: list[tuple[list[str], Tensor, Tensor]] = field(default_factory=list)
+    """Names, their checksums and largest numbers, on the device: fetching each by itself would wait for it."""
+    _checksums: dict[str, int] = field(default_factory=dict)
 
     def through(self, weights: Iterable[tuple[str, Tensor]], copy: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The weights one at a time, each in memory of its own; without ``copy``, in the policy's where that can be."""
-        for name, tensor in weights:
-            tensor = tensor.detach()
-            cast = tensor.to(self.dtype or tensor.dtype, copy=copy)
-            self.totals[name] = cast.sum()
-            self.sums[name] = tensor_checksum(cast)
-            self.shapes[name] = tuple(cast.shape)
-            self.num_bytes += cast.numel() * cast.element_size()
-            yield name, cast
+        cast = ((name, tensor.detach().to(self.dtype or tensor.dtype, copy=copy)) for name, tensor in weights)
+        for chunk in chunks(cast, AT_ONCE if copy and torch.cuda.is_available() else 0):
+            self._note(chunk)
+            for name in list(chunk):
+                yield name, chunk.pop(name)
+
+    def _note(self, chunk: Mapping[str, Tensor]) -> None:
+        tensors = list(chunk.values())
+        self.shapes |= {name: tuple(tensor.shape) for name, tensor in chunk.items()}
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+        self._noted.append((list(chunk), tensor_checksums(tensors), largest(tensors)))
 
     @property
     def checksums(self) -> dict[str, int]:
         """Of every tensor that went."""
-        return as_numbers(self.sums)
+        if len(self._checksums) < len(self.shapes):
+            for names, sums, _ in self._noted:
+                self._checksums |= dict(zip(names, as_numbers(sums), strict=True))
+        return self._checksums
 
     def refuse_noise(self) -> None:
         """An error where a tensor that went is not finite."""
-        totals = list(self.totals.values())
-        flags = torch.stack([total.to(totals[0].device) for total in totals]).isfinite().tolist() if totals else []
-        if noise := [name for name, flag in zip(self.totals, flags, strict=True) if not flag]:
-            raise WeightSyncError(f"the policy's {noise[0]} is not finite: an engine would sample from noise, silently")
+        for names, _, sizes in self._noted:
+            for name, flag in zip(names, sizes.isfinite().tolist(), strict=True):
+                if not flag:
+                    raise WeightSyncError(
+                        f"the policy's {name} is not finite: an engine would sample from noise, silently"
+                    )
 
     def compare(self, held: Mapping[str, int]) -> str:
         """The checksum of what the engine holds, or an error that names the first tensor that differs."""
@@ -81,3 +89,10 @@ class Sent:
                     f"expected {checksum:016x})"
                 )
         return combined_checksum(sent)
+
+
+def largest(tensors: list[Tensor]) -> Tensor:
+    """Of each tensor the largest number by size, not finite where one of them is not."""
+    if all(tensor.is_cuda and tensor.is_floating_point() for tensor in tensors):
+        return torch.stack(torch._foreach_norm(tensors, math.inf)).float()
+    return torch.stack([tensor.sum().float() for tensor in tensors])

@@ -35,7 +35,7 @@ from lgrpo.engines.pool_member import LaidOut, bare, laid_out
 from lgrpo.engines.pool_process import MemberProcess
 from lgrpo.engines.vllm import VLLMEngine
 from lgrpo.engines.vllm_process import check_lengths
-from lgrpo.engines.vllm_transfer import chunks
+from lgrpo.functional import chunks
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 OF_THE_TRAINER = (

@@ -47,8 +47,7 @@ def in_a_row(tensors: dict[str, Tensor]) -> tuple[Contents, Tensor]:
     contents = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     size = sum(_room(tensor.nbytes) for tensor in tensors.values())
     memory = torch.empty(size, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-    for name, place in from_a_row(contents, memory).items():
-        place.copy_(tensors[name])
+    torch._foreach_copy_(list(from_a_row(contents, memory).values()), list(tensors.values()))
     return contents, memory
 
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, eos_ids, text_before_stop
 from lgrpo.engines.ledger import Sent, WeightSyncError
-from lgrpo.functional import as_numbers, quick_products, stream_uniform, tensor_checksum
+from lgrpo.functional import named_checksums, quick_products, stream_uniform
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 _ROOM = 64
@@ -76,7 +76,7 @@ class TransformersEngine(RolloutEngine):
         return model.requires_grad_(False)
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:
-        return as_numbers({name: tensor_checksum(tensor) for name, tensor in self._held().state_dict().items()})
+        return named_checksums(self._held().state_dict().items())
 
     def held_weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._held().state_dict().items()}

@@ -38,8 +38,8 @@ from lgrpo.engines.vllm_process import (
     without_collection,
 )
 from lgrpo.engines.vllm_transfer import folder_in_memory, write_folder
-from lgrpo.engines.vllm_weights import Layout, checksums, engine_layout, joined, lies_as_given, read_parts
-from lgrpo.functional import as_numbers, stream_seed, tensor_checksum
+from lgrpo.engines.vllm_weights import Layout, checksums, copy_in, engine_layout, lies_as_given, read_parts
+from lgrpo.functional import named_checksums, stream_seed
 from lgrpo.types import Adapter, Completion, NamedTensors, PolicyWeights, Prompt
 
 
@@ -127,12 +127,12 @@ class VLLMEngine(RolloutEngine):
             self._layout, self._lies_as_given = {}, False
         self._wake("weights")
         sent = Sent(dtype=self._llm_dtype)
-        given: dict[str, Any] = {"weights_iterator": sent.through(weights)}
-        if self._lies_as_given:  # then vLLM need not take its layers apart, which takes it most of a sync
-            given = {"weights_iterator": joined(sent.through(weights), self._layout), "is_checkpoint_format": False}
         try:
             with isolated(), torch.no_grad():
-                self._llm.collective_rpc("reload_weights", kwargs=given)
+                if self._lies_as_given:  # then vLLM need not take its layers apart, which takes it most of a sync
+                    self._on_model(lambda model: copy_in(model, self._layout, sent.through(weights)))
+                else:
+                    self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent.through(weights)})
         except BaseException as error:
             self.close()  # its tensors are left without storage: nothing may be sampled from it
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
@@ -378,7 +378,7 @@ class VLLMEngine(RolloutEngine):
         try:
             weights = {name: tensor.cpu() for name, tensor in self.held_weights().items()}
             if self.verify:
-                sent.compare(as_numbers({name: tensor_checksum(tensor) for name, tensor in weights.items()}))
+                sent.compare(named_checksums(weights.items()))
         except Exception as error:
             with contextlib.suppress(Exception):
                 self.close()

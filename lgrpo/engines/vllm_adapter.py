@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lgrpo.engines.vllm_weights import FUSED, gathered
-from lgrpo.functional import as_numbers, tensor_checksum
+from lgrpo.functional import named_checksums
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Those vLLM makes room for."""
@@ -76,7 +76,7 @@ def applied_parts(worker: Any, shapes: Mapping[str, Sequence[int]]) -> Iterator[
 
 def adapter_checksums(worker: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Checksums of the adapter a worker applies."""
-    return as_numbers({name: tensor_checksum(part) for name, part in applied_parts(worker, shapes)})
+    return named_checksums(applied_parts(worker, shapes))
 
 
 def adapter_weights(worker: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:

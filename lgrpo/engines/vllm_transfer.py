@@ -25,9 +25,8 @@ from lgrpo.engines.ledger import Sent
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.vllm_adapter import adapter_flags, read_adapter, write_adapter
 from lgrpo.engines.vllm_weights import Layout, engine_layout
+from lgrpo.functional import chunks
 from lgrpo.types import PolicyWeights
-
-_CHUNK_BYTES = 2**30
 
 Failures = dict[VLLMServer, EngineFailure]
 """Servers that failed, and of what."""
@@ -41,22 +40,6 @@ def each(servers: Iterable[VLLMServer], failures: Failures, action: Callable[[VL
                 action(server)
             except EngineFailure as failure:
                 failures[server] = failure
-
-
-def chunks(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = _CHUNK_BYTES) -> Iterator[dict[str, Tensor]]:
-    """Named tensors, about a gigabyte at a time: never a second copy of the whole.
-
-    >>> [list(chunk) for chunk in chunks([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(2))], 16)]
-    [['a', 'b'], ['c']]
-    """
-    chunk: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        chunk[name] = tensor
-        if sum(t.numel() * t.element_size() for t in chunk.values()) >= num_bytes:
-            yield chunk
-            chunk = {}
-    if chunk:
-        yield chunk
 
 
 class FileTransfer:

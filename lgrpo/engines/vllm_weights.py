@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lgrpo.functional import as_numbers, tensor_checksum
+from lgrpo.functional import AT_ONCE, chunks, named_checksums
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -98,27 +98,24 @@ def lies_as_given(model: nn.Module, layout: Layout) -> bool:
     return held == {name: sum(rows for _, rows in parts) for name, parts in layout.items()}
 
 
-def joined(weights: Iterable[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """The policy's tensors as vLLM keeps them, each as soon as all of its parts are there.
+@torch.no_grad()
+def copy_in(model: nn.Module, layout: Layout, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """The policy's tensors straight into vLLM's, which lie as given; every one of them, or an error.
 
-    >>> layout = engine_layout({"l.q_proj.bias": (2,), "l.k_proj.bias": (1,), "n.bias": (1,)})
-    >>> given = {"l.k_proj.bias": torch.zeros(1), "n.bias": torch.zeros(1), "l.q_proj.bias": torch.ones(2)}
-    >>> [(name, tensor.tolist()) for name, tensor in joined(given.items(), layout)]
-    [('n.bias', [0.0]), ('l.qkv_proj.bias', [1.0, 1.0, 0.0])]
+    >>> model = nn.ModuleDict({"qkv_proj": nn.Linear(1, 3, bias=False)})
+    >>> layout = engine_layout({"q_proj.weight": (2, 1), "k_proj.weight": (1, 1)})
+    >>> copy_in(model, layout, {"k_proj.weight": torch.zeros(1, 1), "q_proj.weight": torch.ones(2, 1)}.items())
+    >>> model["qkv_proj"].weight.flatten().tolist()
+    [1.0, 1.0, 0.0]
     """
-    place = {part: name for name, parts in layout.items() for part, _ in parts}
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for part, tensor in weights:
-        if part not in place:
-            raise LookupError(f"vLLM was not given {part} before")
-        name = place[part]
-        there = waiting.setdefault(name, {})
-        there[part] = tensor
-        if len(there) == len(layout[name]):
-            del waiting[name]
-            yield name, torch.cat([there[own] for own, _ in layout[name]]) if len(there) > 1 else tensor
-    for name in waiting:
-        raise LookupError(f"parts of vLLM's {name} are missing")
+    places = dict(read_parts(model, layout))
+    for chunk in chunks(weights, AT_ONCE):
+        for name, tensor in chunk.items():
+            if name not in places or places[name].shape != tensor.shape:
+                raise LookupError(f"vLLM was not given {name} of shape {tuple(tensor.shape)} before")
+        torch._foreach_copy_([places.pop(name) for name in chunk], list(chunk.values()))
+    for name in places:
+        raise LookupError(f"{name} is missing")
 
 
 def own_rows(model: nn.Module, name: str) -> list[int]:
@@ -142,7 +139,7 @@ def checksums(model: nn.Module, layout: Layout) -> dict[str, int]:
     """Checksums of vLLM's own weights, under the policy's names."""
     if missing := uncovered(model, layout):
         raise LookupError(f"vLLM's {missing[0]} was not among the weights it was given")
-    return as_numbers({name: tensor_checksum(tensor) for name, tensor in read_parts(model, layout)})
+    return named_checksums(read_parts(model, layout))
 
 
 class WeightReport:

@@ -11,7 +11,14 @@ from lgrpo.functional.advantage import (
     log_mean_exp,
 )
 from lgrpo.functional.aggregation import constant_sum, sequence_mean, token_mean
-from lgrpo.functional.checksum import as_numbers, combined_checksum, tensor_checksum
+from lgrpo.functional.checksum import (
+    as_numbers,
+    combined_checksum,
+    named_checksums,
+    tensor_checksum,
+    tensor_checksums,
+)
+from lgrpo.functional.chunks import AT_ONCE, chunks
 from lgrpo.functional.improvement import expected_gain, improvement_bound, improvement_terms
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
@@ -44,6 +51,7 @@ from lgrpo.functional.surrogate import (
 )
 
 __all__ = [
+    "AT_ONCE",
     "LARGEST_LOG",
     "ClipCentre",
     "KLEstimator",
@@ -53,6 +61,7 @@ __all__ = [
     "bernoulli_std",
     "chi_squared",
     "chunked_token_logprobs",
+    "chunks",
     "clip_band",
     "clip_centre",
     "clipped_surrogate",
@@ -73,6 +82,7 @@ __all__ = [
     "log_mean_exp",
     "log_ratio",
     "majority_at_k",
+    "named_checksums",
     "one_side",
     "outside_band",
     "packed_attention",
@@ -86,6 +96,7 @@ __all__ = [
     "stream_seed",
     "stream_uniform",
     "tensor_checksum",
+    "tensor_checksums",
     "token_logprobs",
     "token_mean",
     "total_variation",

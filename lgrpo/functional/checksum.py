@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from lgrpo.functional.chunks import AT_ONCE, chunks
 
 _CHUNK = 2**21
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,20 +25,14 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     >>> bool(tensor_checksum(torch.tensor([1.0, 2.0])) == tensor_checksum(torch.tensor([2.0, 1.0])))
     False
     """
-    bits = tensor.detach().contiguous().flatten()
-    bits = bits.view(_BITS[bits.element_size()])
-    if bits.numel() % (8 // bits.element_size()) == 0:  # eight bytes at a time
-        is_aligned = bits.storage_offset() * bits.element_size() % 8 == 0
-        bits = (bits if is_aligned else bits.clone()).view(torch.int64)
+    if tensor.is_cuda and _kernel(tensor.device) is not None:
+        return tensor_checksums([tensor])[0]
+    bits = _bits(tensor)
     # The sum of (bits + _SHIFT) · (place · _STEP + _START), modulo 2**64, in as few operations as go: on a GPU each of
     # them takes longer to start than to finish. Before, the upper half of the bits is folded into the lower: of the
     # uppermost, where signs are, a sum knows only whether they are even in number.
-    count = bits.numel()
-    shift = _wrapped(_SHIFT * (count * (count - 1) // 2 * _STEP + count * _START))
-    if bits.is_cuda and (weighted_sum := _kernel(bits.device)) is not None:
-        return weighted_sum(bits, _STEP, _START) + shift
-    total = torch.full((), shift, dtype=torch.int64, device=bits.device)
-    for start in range(0, count, _CHUNK):
+    total = torch.full((), _shift(bits.numel()), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
         piece = bits[start : start + _CHUNK].to(torch.int64)
         folded = (piece >> 31).bitwise_xor_(piece)
         if start:
@@ -45,18 +41,58 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-@lru_cache
-def _kernel(device: torch.device) -> Callable[[Tensor, int, int], Tensor] | None:
-    """All of it in one pass over the bits, where Triton works; the operations above take a dozen."""
-    try:
-        from lgrpo.functional.checksum_kernel import weighted_sum
+@torch.no_grad()
+def tensor_checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """``tensor_checksum`` of each; int64, where the first of them is. On a GPU all are read at once.
 
-        weighted_sum(torch.zeros(1, dtype=torch.int64, device=device), _STEP, _START)
+    >>> pair = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    >>> [int(each) for each in tensor_checksums(pair)] == [int(tensor_checksum(each)) for each in pair]
+    True
+    """
+    device = tensors[0].device
+    weighted_sums = _kernel(device) if device.type == "cuda" else None
+    if weighted_sums is None or any(tensor.device != device for tensor in tensors):
+        return torch.stack([tensor_checksum(tensor).to(device) for tensor in tensors])
+    bits = [_bits(tensor) for tensor in tensors]
+    shifts = torch.tensor([_shift(each.numel()) for each in bits]).to(device, non_blocking=True)
+    return weighted_sums(bits, _STEP, _START).add_(shifts)
+
+
+def named_checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Checksums as numbers. Each tensor must stay as it is until some more were taken."""
+    found: dict[str, int] = {}
+    for chunk in chunks(tensors, AT_ONCE):
+        found |= zip(chunk, as_numbers(tensor_checksums(list(chunk.values()))), strict=True)
+    return found
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor's bits as whole numbers, eight bytes each where that comes out even."""
+    bits = tensor.detach().contiguous().flatten()
+    bits = bits.view(_BITS[bits.element_size()])
+    if bits.numel() % (8 // bits.element_size()) == 0:
+        is_aligned = bits.storage_offset() * bits.element_size() % 8 == 0
+        bits = (bits if is_aligned else bits.clone()).view(torch.int64)
+    return bits
+
+
+def _shift(count: int) -> int:
+    """What _SHIFT adds to a sum over so many places."""
+    return _wrapped(_SHIFT * (count * (count - 1) // 2 * _STEP + count * _START))
+
+
+@lru_cache
+def _kernel(device: torch.device) -> Callable[[Sequence[Tensor], int, int], Tensor] | None:
+    """All of it in one pass over the bits, where Triton works; the operations above take a dozen a tensor."""
+    try:
+        from lgrpo.functional.checksum_kernel import weighted_sums
+
+        weighted_sums([torch.zeros(1, dtype=torch.int64, device=device)], _STEP, _START)
     except Exception as error:  # what Triton misses, a compiler say, shows when it is first used
         if not isinstance(error, ImportError):
             warnings.warn(f"syncs take a little longer, since Triton does not work here: {error}", stacklevel=2)
         return None
-    return weighted_sum
+    return weighted_sums
 
 
 @lru_cache
@@ -74,13 +110,9 @@ def _wrapped(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def as_numbers(checksums: Mapping[str, Tensor]) -> dict[str, int]:
+def as_numbers(checksums: Tensor) -> list[int]:
     """Checksums as numbers, fetched from their device all at once."""
-    if not checksums:
-        return {}
-    device = next(iter(checksums.values())).device
-    fetched = torch.stack([checksum.to(device) for checksum in checksums.values()]).tolist()
-    return {name: number & 0xFFFFFFFFFFFFFFFF for name, number in zip(checksums, fetched, strict=True)}
+    return [number & 0xFFFFFFFFFFFFFFFF for number in checksums.tolist()]
 
 
 def combined_checksum(checksums: Mapping[str, int]) -> str:

@@ -1,6 +1,8 @@
-"""The checksum of a tensor on a GPU, in one pass. Needs Triton, which comes with torch for CUDA."""
+"""Checksums of tensors on a GPU, in one pass. Needs Triton, which comes with torch for CUDA."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -8,19 +10,38 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
+_READERS = 128
+"""At most so many read a tensor, each a block of it in turn."""
 
 
-def weighted_sum(bits: Tensor, step: int, start: int) -> Tensor:
-    """The sum of bits · (place · step + start), each with its upper half folded into the lower, modulo 2**64."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    with torch.cuda.device_of(bits):
-        _weigh[(triton.cdiv(bits.numel(), _BLOCK) or 1,)](bits, total, bits.numel(), step, start, _BLOCK)
-    return total
+def weighted_sums(bits: Sequence[Tensor], step: int, start: int) -> Tensor:
+    """Of each, the sum of bits · (place · step + start), with their upper half folded into the lower, modulo 2**64.
+
+    A kernel takes longer to start than to read a tensor: so there is one for all that are numbers of one size.
+    """
+    device = bits[0].device
+    totals = torch.zeros(len(bits), dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        for dtype in dict.fromkeys(each.dtype for each in bits):
+            rows = [(i, each.data_ptr(), each.numel()) for i, each in enumerate(bits) if each.dtype == dtype]
+            readers = max(1, min(_READERS, triton.cdiv(max(count for _, _, count in rows), _BLOCK)))
+            table = torch.tensor(rows).to(device, non_blocking=True)
+            _weigh[(len(rows), readers)](table, totals, _WORDS[dtype], step, start, _BLOCK)
+    return totals
 
 
-@triton.jit(do_not_specialize=["count"])
-def _weigh(bits, total, count, step: tl.constexpr, start: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    is_inside = places < count
-    piece = tl.load(bits + places, mask=is_inside, other=0).to(tl.int64)
-    tl.atomic_add(total, tl.sum(((piece >> 31) ^ piece) * (places * step + start)))  # in any order: whole numbers
+_WORDS = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
+
+
+@triton.jit
+def _weigh(table, totals, word: tl.constexpr, step: tl.constexpr, start: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = table + 3 * tl.program_id(0)
+    bits, count = tl.load(row + 1).to(tl.pointer_type(word)), tl.load(row + 2)
+    total = tl.zeros((block,), dtype=tl.int64)
+    first = tl.program_id(1).to(tl.int64) * block
+    for begin in range(first, count, tl.num_programs(1).to(tl.int64) * block):
+        places = begin + tl.arange(0, block).to(tl.int64)
+        piece = tl.load(bits + places, mask=places < count, other=0).to(tl.int64)
+        total += ((piece >> 31) ^ piece) * (places * step + start)
+    if first < count:
+        tl.atomic_add(totals + tl.load(row), tl.sum(total))  # in any order: whole numbers

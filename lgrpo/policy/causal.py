@@ -26,11 +26,10 @@ from transformers import (
 )
 
 from lgrpo.functional import (
-    as_numbers,
     chunked_token_logprobs,
     combined_checksum,
+    named_checksums,
     quick_products,
-    tensor_checksum,
 )
 from lgrpo.policy import adapters, flat
 from lgrpo.policy.adapters import LoRA
@@ -274,7 +273,7 @@ class CausalPolicy(nn.Module):
     def base_checksum(self) -> str:
         """Of the weights below the adapters, which never change."""
         tensors = adapters.base_tensors(self._gathered(adapters.is_base))
-        return combined_checksum(as_numbers({name: tensor_checksum(tensor) for name, tensor in tensors}))
+        return combined_checksum(named_checksums(tensors))
 
     def checkpoint_leaves_out(self, name: str) -> bool:
         """Whether a tensor can be found again where it came from: then a checkpoint has the adapters alone."""

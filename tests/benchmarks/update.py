@@ -60,6 +60,8 @@ class Row:
     checkpointing: bool = False
     budget: float = 1.0
     """Share of its activations that a compiled layer may keep; the rest is computed again."""
+    chunk_size: int = 4096
+    """Tokens whose logits are held at a time."""
 
     def small(self) -> Row:
         """A tiny model, and a sixteenth of the length."""
@@ -73,7 +75,8 @@ ROWS: dict[str, Row] = {
     "qwen3-0.6b, 16k, checkpointing": replace(LONG, checkpointing=True),
     "1.5b": Row(shape=SHAPES["1.5b"]),
     "1.5b, checkpointing": Row(shape=SHAPES["1.5b"], checkpointing=True),
-    **{f"1.5b, budget {share}": Row(shape=SHAPES["1.5b"], budget=share) for share in (0.7, 0.4, 0.2)},
+    "1.5b, chunks of 1024": Row(shape=SHAPES["1.5b"], chunk_size=1024),
+    **{f"1.5b, budget {share}": Row(shape=SHAPES["1.5b"], budget=share) for share in (0.8, 0.6, 0.4)},
     "0.5b": Row(shape=SHAPES["0.5b"]),
 }
 
@@ -148,7 +151,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         characters="0123456789",
         gradient_checkpointing=row.checkpointing,
         compile=options.compile,
-        chunk_size=4096,
+        chunk_size=row.chunk_size,
     )
     with torch.device(device):
         policy.build()

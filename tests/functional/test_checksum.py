@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lgrpo.functional import tensor_checksum
+from lgrpo.functional import named_checksums, tensor_checksum, tensor_checksums
 from lgrpo.functional.checksum import _CHUNK, _SHIFT, _START, _STEP, _kernel
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -46,6 +46,30 @@ def test_in_pieces_as_in_one():
     places = torch.arange(len(numbers)) * _STEP + _START
     expected = (((numbers >> 31) ^ numbers) + _SHIFT) * places
     assert int(tensor_checksum(numbers)) == int(expected.sum())
+
+
+def several(device: str) -> list[torch.Tensor]:
+    """Tensors of every type and of many sizes, one of them not where eight bytes begin."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = [1, 3, 4, 4096, 4099, 2**20 + 4, 2]
+    tensors = [torch.randn(size, generator=draw).to(dtype) for size in sizes for dtype in BITS]
+    tensors += [torch.tensor([-3, 5], dtype=torch.int8), torch.randn(8, 6, generator=draw).t(), torch.zeros(0)]
+    tensors = [tensor.to(device) for tensor in tensors]
+    return [*tensors, tensors[10][1:]]
+
+
+def test_many_at_once():
+    tensors = several("cpu")
+    assert tensor_checksums(tensors).tolist() == [int(tensor_checksum(tensor)) for tensor in tensors]
+    named = named_checksums((str(place), tensor) for place, tensor in enumerate(tensors))
+    assert list(named.values()) == [int(tensor_checksum(tensor)) % 2**64 for tensor in tensors]
+    assert named_checksums({}.items()) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_many_at_once_on_a_gpu():
+    assert tensor_checksums(several("cuda")).tolist() == tensor_checksums(several("cpu")).tolist()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,29 @@
+"""Many tensors, some of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+AT_ONCE = 2**28
+"""Bytes a GPU works on together: with a tensor at a time, to start takes longer than to finish."""
+
+
+def chunks(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 2**30) -> Iterator[dict[str, Tensor]]:
+    """Named tensors, about a gigabyte at a time: never a second copy of the whole.
+
+    >>> import torch
+    >>> [list(chunk) for chunk in chunks([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(2))], 16)]
+    [['a', 'b'], ['c']]
+    """
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        chunk[name] = tensor
+        size += tensor.nbytes
+        if size >= num_bytes:
+            yield chunk
+            chunk, size = {}, 0
+    if chunk:
+        yield chunk
