@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from argparse import Namespace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.benchmarks import check, page
+from tests.benchmarks.apart import Apart
 from tests.benchmarks.stages import Stages
+from tests.benchmarks.step import phases_of
 from tests.benchmarks.systems import Work
 from tests.benchmarks.workload import lengths, make_model, prompt_texts
+from tests.processes import until_nobody_lives
 
 KEPT = page.kept()
+SIZE = "--prompts 2 --group 4 --prompt-tokens 4 --completion-tokens 6 --mean-tokens 5 --cap-tokens 12 --steps 1"
+STEP = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--threads", "1", *SIZE.split()]
 
 
 def test_realistic_lengths_are_the_same_in_every_process():
@@ -51,6 +60,33 @@ def test_a_run_whose_lengths_did_not_come_out_is_refused(tmp_path):
         work.check(1, [5, 5, 5, 5], [11, 11, 12, 11])
 
 
+def test_what_is_measured_is_the_same_with_and_without_a_warm_up(tmp_path):
+    make_model(tmp_path, "demo", 64)
+    phases = [{"workload": name, "v": 1, "warm_up": 2, "steps": 3} for name in ("fixed", "realistic", "realistic")]
+    phases.append({"workload": "fixed", "v": 10, "warm_up": 0, "steps": 10})
+    given = {"folder": tmp_path, "prompts": 2, "group": 4, "prompt_tokens": 6, "completion_tokens": 5}
+    given |= {"mean_tokens": 8, "cap_tokens": 20, "v": 1}
+    measured = {}
+    for system, once in product(("lgrpo", "trl"), (False, True)):
+        options = Namespace(**given, peer_warm_up_once=once)
+        places, options.phases = phases_of(system, options, phases)
+        assert places == ([0, 1, 2, 3] if system == "lgrpo" else [0, 1, 2])
+        work = Work(options)
+        steps = [place for place, phase in enumerate(work.phase_of) if phase in (0, 1, 2)]
+        measured[system, once] = (
+            [work.lengths[i * 8 : (i + 1) * 8] for i in steps],
+            [work.prompts[i * 2 : (i + 1) * 2] for i in steps],
+            [work.phase_of[i] for i in steps],
+            [work.tokens(phase) for phase in (0, 1, 2)],
+            work.longest,
+        )
+        assert work.phase_of.count(None) == (2 if system == "trl" and once else 6)
+        assert len(work.lengths) == 8 * len(work.phase_of)
+        assert len(work.prompts) == 2 * len(work.phase_of)
+    assert len(measured) == 4
+    assert all(found == measured["lgrpo", False] for found in measured.values())
+
+
 def test_what_ends_a_phase_loses_none_before_it(tmp_path):
     make_model(tmp_path, "demo", 64)
     phases = [{"workload": "fixed", "v": 1, "warm_up": 1, "steps": 1}] * 2
@@ -70,16 +106,12 @@ def test_what_ends_a_phase_loses_none_before_it(tmp_path):
     assert second == {"error": "RuntimeError: no memory"}
 
 
-def test_both_systems_in_one_run(tmp_path):
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_both_systems_in_one_run(as_on_a_gpu, tmp_path):
     """Equal lengths, realistic ones, and a cycle of two: each system checks that every completion has its own."""
-    size = "--prompts 2 --group 4 --prompt-tokens 4 --mean-tokens 5 --cap-tokens 12 --steps 1 --warm-up 1 --threads 1"
-    size += " --completion-tokens 6"
-    command = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--also-v", "2"]
-    done = subprocess.run(
-        [*command, *size.split(), "--machine", "a machine", "--out", str(tmp_path / "new.json")],
-        capture_output=True,
-        text=True,
-    )
+    command = [*STEP, "--also-v", "2", "--warm-up", "1", "--machine", "a machine", "--out", str(tmp_path / "new.json")]
+    command += ["--early-start", "--peer-warm-up-once"] if as_on_a_gpu else []
+    done = subprocess.run(command, capture_output=True, text=True)
     result = json.loads((tmp_path / "new.json").read_text())
     runs = result["runs"]
     assert done.returncode == 0, (runs, done.stderr[-2000:])
@@ -100,8 +132,50 @@ def test_both_systems_in_one_run(tmp_path):
     assert [len(run["lgrpo"]["steps"]) for run in runs] == [1, 1, 2]
     assert [len(run["lgrpo"]["sync_each"]) for run in runs] == [1, 1, 1]
     assert runs[2]["trl"] == runs[0]["trl"], "TRL at v = 1"
+    assert [run["lgrpo"]["warm_up"] for run in runs] == [1, 1, 0]
+    assert [run["trl"]["warm_up"] for run in runs[:2]] == [1, 0 if as_on_a_gpu else 1]
+    assert ("steps: 1 after 1 (TRL 1 after 0)" in page.describe("a-machine", result)) == as_on_a_gpu
     assert result["machine"] == "a machine"
     assert check.main([str(tmp_path / "new.json"), str(tmp_path / "new.json")]) == 0
+
+
+def parts_of(benchmark):
+    """The processes of a benchmark, by the part that they measure."""
+    found = {}
+    for pid in Path(f"/proc/{benchmark}/task/{benchmark}/children").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if "--inside" in words:
+                found[words[words.index("--inside") + 1]] = int(pid)
+    return found
+
+
+def test_a_system_that_waits_ends_with_the_benchmark(tmp_path):
+    """Both start at once; the second has imported its packages, or is about to, when the benchmark is killed."""
+    benchmark = subprocess.Popen(
+        [*STEP, "--early-start", "--out", str(tmp_path / "new.json")],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    running: dict[str, int] = {}
+    try:
+        while len(running) < 2:
+            assert benchmark.poll() is None, "it has ended, and one system came after the other"
+            time.sleep(0.1)
+            running = parts_of(benchmark.pid)
+    finally:
+        benchmark.kill()
+        benchmark.wait()
+    os.kill(running["lgrpo"], signal.SIGKILL)  # it would come to its end
+    assert until_nobody_lives(lambda stat: int(stat[0]) == running["trl"], seconds=90)
+
+
+def test_a_system_whose_turn_never_comes_measures_nothing():
+    with Apart("tests.benchmarks.step", "lgrpo", Namespace(early_start=True)) as waiting:
+        _, errors = waiting.process.communicate(timeout=90)
+        assert errors.splitlines()[-1] == "the benchmark that started this process has ended"
+        assert waiting.process.returncode == 1
 
 
 def test_the_update_alone(tmp_path):

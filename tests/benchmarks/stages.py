@@ -77,6 +77,7 @@ class Stages:
             if phase is not None:
                 self.on_phase_end()
             forget_peak_memory()
+            self._last = self.now()  # the next phase may be measured from its first step on
 
     def figures(self, phase: int, sampled: float, trained: float, parameters: int, peak_flops: float) -> dict[str, Any]:
         """Means over the steps of a phase: seconds, tokens per second, the update's share of the peak, memory.

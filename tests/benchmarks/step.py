@@ -2,7 +2,9 @@
 
 Both systems train the same model on the same prompts, with the same numbers of prompts, completions and tokens, in the
 same precision: one process after the other, the workloads one after the other in each, the first steps of each left out
-as warm-up. What a system does with its memory and in what order is its own business. Results are written to
+as warm-up. On a GPU, where starting takes longer than measuring, TRL warms up before its first workload alone and
+imports its packages while lgrpo starts; what is measured has the same prompts and lengths all the same. What a system
+does with its memory and in what order is its own business. Results are written to
 ``tests/benchmarks/results/step-MACHINE-MODEL.json``;
 ``python -m tests.benchmarks.page`` makes them a page, ``python -m tests.benchmarks.check`` compares two files of them.
 
@@ -24,13 +26,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.apart import inside, measure_apart
+from tests.benchmarks.apart import Apart, inside, wait_for_turn
 from tests.benchmarks.stages import STAGES, matmul_peak
 from tests.benchmarks.workload import SHAPES, make_model
 
@@ -72,12 +75,17 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
-def measure(system: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One system in a process of its own: the figures of every phase."""
-    limit = options.limit * len(options.phases)
-    found, failure = measure_apart("tests.benchmarks.step", system, options, limit, options.threads)
+def start(system: str, options: argparse.Namespace, phases: list[dict[str, Any]]) -> Apart:
+    """A process for one system, which waits for its turn."""
+    there = argparse.Namespace(**vars(options), phases=phases)
+    return Apart("tests.benchmarks.step", system, there, options.threads)
+
+
+def measure(process: Apart, limit: float, phases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of every phase; each has ``limit`` seconds."""
+    found, failure = process.measure(limit * len(phases))
     if found is None:
-        return [failure] * len(options.phases)
+        return [failure] * len(phases)
     return [figures | failure if "error" in figures else figures for figures in found]
 
 
@@ -86,6 +94,19 @@ def phase(options: argparse.Namespace, workload: str, v: int, steps: int, warm_u
     if "trl" in options.systems and v == options.v:  # whose cycles begin with the first step; ours after the warm-up
         warm_up = -(-warm_up // v) * v
     return {"workload": workload, "v": v, "steps": -(-steps // v) * v, "warm_up": warm_up}
+
+
+def phases_of(
+    system: str, options: argparse.Namespace, phases: list[dict[str, Any]]
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """The places of a system's phases, and its phases: ``skipped`` are steps of a warm-up that it leaves out."""
+    if system == "lgrpo":  # each of its workloads may have a graph compiled
+        return list(range(len(phases))), phases
+    places = [i for i, own in enumerate(phases) if own["v"] == options.v]
+    own = [phases[i] for i in places]
+    if options.peer_warm_up_once:
+        own[1:] = [phase | {"warm_up": 0, "skipped": phase["warm_up"]} for phase in own[1:]]
+    return places, own
 
 
 def compare(
@@ -97,17 +118,20 @@ def compare(
     """
     shared = {name: getattr(options, name) for name in SETTINGS}
     runs: list[dict[str, Any]] = [{"sweep": sweep, "settings": own | shared} for own in phases]
-    for system in options.systems:
-        places = [i for i, own in enumerate(phases) if system == "lgrpo" or own["v"] == options.v]
-        if not places:
-            continue
-        chosen = [runs[i] for i in places]
-        there = argparse.Namespace(**vars(options), phases=[phases[i] for i in places])
-        for run, figures in zip(chosen, measure(system, there), strict=True):
-            run[system] = figures
-        for error in dict.fromkeys(str(run[system]["error"]) for run in chosen if "error" in run[system]):
-            print(f"{system} failed: {error}", flush=True)
-        yield runs
+    parts = {system: phases_of(system, options, phases) for system in options.systems}
+    parts = {system: (places, own) for system, (places, own) in parts.items() if places}
+    with ExitStack() as stack:
+        processes: dict[str, Apart] = {}
+        for system, (places, own) in parts.items():
+            for one in parts if options.early_start else [system]:
+                if one not in processes:
+                    processes[one] = stack.enter_context(start(one, options, parts[one][1]))
+            chosen = [runs[i] for i in places]
+            for run, figures in zip(chosen, measure(processes[system], options.limit, own), strict=True):
+                run[system] = figures
+            for error in dict.fromkeys(str(run[system]["error"]) for run in chosen if "error" in run[system]):
+                print(f"{system} failed: {error}", flush=True)
+            yield runs
     for run in runs:
         if run["settings"]["v"] != options.v:
             run["sweep"] = "also v"
@@ -188,6 +212,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, where others use the machine too"
     )
+    parser.add_argument(
+        "--peer-warm-up-once",
+        action=argparse.BooleanOptionalAction,
+        help="TRL warms up before its first workload alone; by default on a GPU, where it compiles nothing",
+    )
+    parser.add_argument(
+        "--early-start",
+        action=argparse.BooleanOptionalAction,
+        help="the second system imports its packages while the first one starts; by default on a GPU",
+    )
     parser.add_argument("--limit", type=float, default=400, help="seconds for each system and workload")
     parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
     options = parser.parse_args()
@@ -217,14 +251,22 @@ def parse() -> argparse.Namespace:
         )
     options.checkpointing = cuda if options.checkpointing is None else options.checkpointing
     options.compile = cuda if options.compile is None else options.compile
+    options.peer_warm_up_once = cuda if options.peer_warm_up_once is None else options.peer_warm_up_once
+    # Beside a GPU there are cores enough, and the first system imports as much before it even loads a model. On a CPU
+    # the first is soon at the steps that are measured, and another process would be in its way.
+    options.early_start = cuda if options.early_start is None else options.early_start
     return options
 
 
 def main() -> None:
     if apart := inside():
-        from tests.benchmarks.systems import SYSTEMS
+        from tests.benchmarks.systems import SYSTEMS, import_packages
 
         system, options = apart
+        import_packages(system)
+        if options.early_start and torch.cuda.is_initialized():
+            raise RuntimeError(f"importing the packages of {system} took the GPU: add --no-early-start")
+        wait_for_turn()
         Path(options.figures).write_text(json.dumps(SYSTEMS[system](options)))
         return
     options = parse()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import tempfile
 import traceback
@@ -221,6 +222,14 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 SYSTEMS = {"lgrpo": run_lgrpo, "trl": run_trl}
+PACKAGES = {"lgrpo": ("lightning",), "trl": ("datasets", "trl.trainer.grpo_trainer")}
+"""TRL's trainer brings transformers and vLLM with it; that of lgrpo is for its engine to import, maybe elsewhere."""
+
+
+def import_packages(system: str) -> None:
+    """Imports what a system needs, so that its turn does not begin with that."""
+    for name in PACKAGES[system]:
+        importlib.import_module(name)
 
 
 class Work:
@@ -233,17 +242,21 @@ class Work:
         """Of every rollout, which is every step; None in a warm-up."""
         self.periods: list[int] = []
         """Of every cycle, how many rollouts it has; in a warm-up, lgrpo syncs before each."""
-        self.lengths: list[int] = []
+        drawn: list[int] = []  # for steps that are skipped too: those measured are alike in both systems
+        rollouts: list[int] = []
         for number, phase in enumerate(options.phases):
-            warm_up, steps, v = phase["warm_up"], phase["steps"], phase["v"]
+            warm_up, steps, v, skipped = phase["warm_up"], phase["steps"], phase["v"], phase.get("skipped", 0)
             self.phase_of += [None] * warm_up + [number] * steps
             self.periods += [1] * warm_up + [v] * (steps // v)
             of_all = (options.completion_tokens, options.mean_tokens, options.cap_tokens)
-            self.lengths += lengths(phase["workload"], (warm_up + steps) * self.size, *of_all)
+            first = len(drawn) // self.size + skipped
+            rollouts += range(first, first + warm_up + steps)
+            drawn += lengths(phase["workload"], (skipped + warm_up + steps) * self.size, *of_all)
         self.failure = "it did not come to the end of this phase"
-        self.longest = max(self.lengths)
-        needed = options.prompts * len(self.phase_of)
-        self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, needed)
+        self.longest = max(drawn)
+        texts = prompt_texts(Path(options.folder), options.prompt_tokens, len(drawn) // options.group)
+        self.lengths = [n for i in rollouts for n in drawn[i * self.size : (i + 1) * self.size]]
+        self.prompts = [text for i in rollouts for text in texts[i * options.prompts : (i + 1) * options.prompts]]
 
     def check(self, rollout: int, found: list[int], whole: list[int] | None = None) -> None:
         """A rollout's completions, and with their prompts, have the lengths they should have."""
@@ -283,7 +296,7 @@ class Work:
                 continue
             sampled, trained = self.tokens(number)
             figures = stages.figures(number, sampled, trained, parameters, self.options.peak_flops)
-            found.append(figures | {"parameters": parameters})
+            found.append(figures | {"parameters": parameters, "warm_up": phase["warm_up"]})
         return found
 
     def tokens(self, phase: int) -> tuple[float, float]:
