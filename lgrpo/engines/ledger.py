@@ -47,9 +47,12 @@ class Sent:
     _checksums: dict[str, int] = field(default_factory=dict)
 
     def through(self, weights: Iterable[tuple[str, Tensor]], copy: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The weights one at a time, each in memory of its own; without ``copy``, in the policy's where that can be."""
+        """The weights one at a time, each in memory of its own; without ``copy``, in the policy's where that can be.
+
+        On a GPU some are taken before the first of them is given on.
+        """
         cast = ((name, tensor.detach().to(self.dtype or tensor.dtype, copy=copy)) for name, tensor in weights)
-        for chunk in chunks(cast, AT_ONCE if copy and torch.cuda.is_available() else 0):
+        for chunk in chunks(cast, AT_ONCE if torch.cuda.is_available() else 0):
             self._note(chunk)
             for name in list(chunk):
                 yield name, chunk.pop(name)

@@ -35,7 +35,7 @@ from lgrpo.engines.pool_member import LaidOut, bare, laid_out
 from lgrpo.engines.pool_process import MemberProcess
 from lgrpo.engines.vllm import VLLMEngine
 from lgrpo.engines.vllm_process import check_lengths
-from lgrpo.functional import chunks
+from lgrpo.functional import AT_ONCE, chunks
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 OF_THE_TRAINER = (
@@ -50,6 +50,8 @@ OF_THE_TRAINER = (
 )
 """How variables begin that tell a process which of the trainer's ranks it is."""
 _ROOM = 4 * 2**30
+_PARCEL = 2 * AT_ONCE
+"""Bytes of weights that go to a member together."""
 
 
 @final
@@ -243,8 +245,10 @@ class EnginePool(RolloutEngine):
     def _hand_over(
         self, members: Sequence[MemberProcess], weights: PolicyWeights, version: int, timeout: float
     ) -> tuple[Sent, list[EngineFailure]]:
-        """The same weights for several members, about a gigabyte at a time. Who fails is left out, and dropped.
+        """The same weights for several members, half a gigabyte at a time. Who fails is left out, and dropped.
 
+        While members read one parcel the next is made. A member that asks for more may not be done with the last of the
+        tensors it has taken (``AT_ONCE``): so the parcel it asks after stays until it asks again.
         Of a policy that is spread over ranks, all ranks gather each tensor: so it goes on to the last in any case.
         """
         sent = Sent(dtype=getattr(self.engine, "dtype", None))
@@ -258,21 +262,32 @@ class EnginePool(RolloutEngine):
                     except EngineFailure as failure:
                         failures[member] = failure
 
-        assert self._folder is not None
-        path = self._folder / "weights.safetensors"
+        def give(number: int, parcel: LaidOut) -> None:
+            each(lambda member: member.give(parcel, weights.config, version, number, timeout))
 
-        def hand_over(number: int, lying: LaidOut) -> None:
-            each(lambda member: member.give(lying, weights.config, version, number, timeout))
+        def wait_until_read() -> None:
             each(lambda member: member.expect("next", timeout))
-
-        for number, chunk in enumerate(chunks(sent.through(weights))):
-            try:
-                hand_over(number, laid_out(chunk, path))
-            finally:
+            for path in files[:-1]:
                 path.unlink(missing_ok=True)
-                chunk.clear()  # before the next one is made
-        each(lambda member: member.send(None, timeout))
-        each(lambda member: member.answer(timeout))
+
+        assert self._folder is not None
+        files: list[Path] = []
+        lying: list[LaidOut] = []
+        try:
+            for number, chunk in enumerate(chunks(sent.through(weights), _PARCEL)):
+                files.append(self._folder / f"weights-{number}.safetensors")
+                parcel = laid_out(chunk, files[-1])
+                chunk.clear()  # before more of them are made
+                if lying:
+                    wait_until_read()
+                lying = [*lying[-1:], parcel]
+                give(number, parcel)
+            wait_until_read()
+            each(lambda member: member.send(None, timeout))
+            each(lambda member: member.answer(timeout))
+        finally:
+            for path in files:
+                path.unlink(missing_ok=True)
         for member in failures:
             member.close()
             if member in self._members:

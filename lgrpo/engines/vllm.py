@@ -38,7 +38,7 @@ from lgrpo.engines.vllm_process import (
     without_collection,
 )
 from lgrpo.engines.vllm_transfer import folder_in_memory, write_folder
-from lgrpo.engines.vllm_weights import Layout, checksums, copy_in, engine_layout, lies_as_given, read_parts
+from lgrpo.engines.vllm_weights import Layout, Places, checksums, engine_layout, read_parts
 from lgrpo.functional import named_checksums, stream_seed
 from lgrpo.types import Adapter, Completion, NamedTensors, PolicyWeights, Prompt
 
@@ -107,7 +107,8 @@ class VLLMEngine(RolloutEngine):
         self._llm: Any = None
         self._config: PretrainedConfig | None = None
         self._layout: Layout = {}
-        self._lies_as_given = False
+        self._places: Places | None = None
+        """Where in vLLM the policy's tensors lie, where they lie as they come."""
         self._sent = Sent()
         self._kept: dict[str, Tensor] = {}
         """The weights while they are in no engine."""
@@ -124,13 +125,13 @@ class VLLMEngine(RolloutEngine):
         if self._llm is None:
             dtype = self.dtype or next(iter(weights))[1].dtype
             self._llm = self._build(weights.config, dtype)
-            self._layout, self._lies_as_given = {}, False
+            self._layout, self._places = {}, None
         self._wake("weights")
         sent = Sent(dtype=self._llm_dtype)
         try:
             with isolated(), torch.no_grad():
-                if self._lies_as_given:  # then vLLM need not take its layers apart, which takes it most of a sync
-                    self._on_model(lambda model: copy_in(model, self._layout, sent.through(weights)))
+                if self._places is not None and self._places.are_current():  # else vLLM takes its layers apart
+                    self._places.fill(sent.through(weights, copy=False))
                 else:
                     self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent.through(weights)})
         except BaseException as error:
@@ -142,11 +143,11 @@ class VLLMEngine(RolloutEngine):
             raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
         self._config = weights.config
         layout = engine_layout(sent.shapes)
-        if layout != self._layout:
+        if layout != self._layout or (self._places is not None and not self._places.are_current()):
             self._layout = layout
             model = self._llm.llm_engine.model_config
             is_plain = model.quantization is None and not model.use_mla  # else it keeps more than it is given
-            self._lies_as_given = is_plain and self._on_model(lambda model: lies_as_given(model, layout))
+            self._places = self._on_model(lambda model: Places.found(model, layout)) if is_plain else None
         self._sent = sent
         return sent
 
@@ -156,6 +157,8 @@ class VLLMEngine(RolloutEngine):
         try:
             if self.adapter_rank is not None:
                 return self._on_worker(adapter_checksums, sent.shapes)
+            if self._places is not None and self._places.are_current():
+                return named_checksums(self._places.tensors.items())
             return self._on_model(lambda model: checksums(model, self._layout))
         except LookupError as error:
             raise WeightSyncError(
@@ -264,6 +267,7 @@ class VLLMEngine(RolloutEngine):
         self._request = None
         if self._llm is not None:
             llm, self._llm, self._asleep = self._llm, None, set()
+            self._places = None  # it holds on to tensors of vLLM's
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.unfreeze()

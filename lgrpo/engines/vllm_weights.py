@@ -92,30 +92,52 @@ def read_parts(model: nn.Module, layout: Layout) -> Iterator[tuple[str, Tensor]]
             yield part, gathered(piece, 0, count)
 
 
-def lies_as_given(model: nn.Module, layout: Layout) -> bool:
-    """Whether vLLM keeps every tensor as it comes, those of a layer below each other: not packed, padded or spread."""
-    held = {name: parameter.shape[0] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return held == {name: sum(rows for _, rows in parts) for name, parts in layout.items()}
+class Places:
+    """Where each of the policy's tensors lies in vLLM's model, of one that keeps them as they come.
 
-
-@torch.no_grad()
-def copy_in(model: nn.Module, layout: Layout, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """The policy's tensors straight into vLLM's, which lie as given; every one of them, or an error.
-
-    >>> model = nn.ModuleDict({"qkv_proj": nn.Linear(1, 3, bias=False)})
-    >>> layout = engine_layout({"q_proj.weight": (2, 1), "k_proj.weight": (1, 1)})
-    >>> copy_in(model, layout, {"k_proj.weight": torch.zeros(1, 1), "q_proj.weight": torch.ones(2, 1)}.items())
-    >>> model["qkv_proj"].weight.flatten().tolist()
-    [1.0, 1.0, 0.0]
+    To look takes longer than to copy, so it is done once.
     """
-    places = dict(read_parts(model, layout))
-    for chunk in chunks(weights, AT_ONCE):
-        for name, tensor in chunk.items():
-            if name not in places or places[name].shape != tensor.shape:
-                raise LookupError(f"vLLM was not given {name} of shape {tuple(tensor.shape)} before")
-        torch._foreach_copy_([places.pop(name) for name in chunk], list(chunk.values()))
-    for name in places:
-        raise LookupError(f"{name} is missing")
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        check_covered(model, layout)
+        self.tensors = dict(read_parts(model, layout))
+        """Parts of vLLM's own, by the policy's names."""
+        self._owners = [(module, *own) for module in model.modules() for own in module._parameters.items()]
+        self._addresses = self._look()
+
+    @staticmethod
+    def found(model: nn.Module, layout: Layout) -> Places | None:
+        """None where vLLM packs, pads or spreads a tensor; else those of a layer lie below each other."""
+        held = {name: parameter.shape[0] for name, parameter in model.named_parameters(remove_duplicate=False)}
+        lies_as_given = held == {name: sum(rows for _, rows in parts) for name, parts in layout.items()}
+        return Places(model, layout) if lies_as_given else None
+
+    def are_current(self) -> bool:
+        """Whether vLLM's tensors are those that were found, in the same memory."""
+        return self._look() == self._addresses
+
+    def _look(self) -> list[int]:
+        own = [(module._parameters.get(name), then) for module, name, then in self._owners]
+        return [now.data_ptr() if now is not None and now is then else -1 for now, then in own]
+
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """The policy's tensors straight into vLLM's: every one of them, or an error.
+
+        >>> model = nn.ModuleDict({"qkv_proj": nn.Linear(1, 3, bias=False)})
+        >>> places = Places(model, engine_layout({"q_proj.weight": (2, 1), "k_proj.weight": (1, 1)}))
+        >>> places.fill({"k_proj.weight": torch.zeros(1, 1), "q_proj.weight": torch.ones(2, 1)}.items())
+        >>> model["qkv_proj"].weight.flatten().tolist()
+        [1.0, 1.0, 0.0]
+        """
+        missing = dict(self.tensors)
+        for chunk in chunks(weights, AT_ONCE):
+            for name, tensor in chunk.items():
+                if name not in missing or missing[name].shape != tensor.shape:
+                    raise LookupError(f"vLLM was not given {name} of shape {tuple(tensor.shape)} before")
+            torch._foreach_copy_([missing.pop(name) for name in chunk], list(chunk.values()))
+        for name in missing:
+            raise LookupError(f"{name} is missing")
 
 
 def own_rows(model: nn.Module, name: str) -> list[int]:
@@ -125,20 +147,20 @@ def own_rows(model: nn.Module, name: str) -> list[int]:
     return [int(size) for size in getattr(module, "output_partition_sizes", ())]
 
 
-def uncovered(model: nn.Module, layout: Layout) -> list[str]:
-    """Weights of vLLM's model that no tensor of the policy reaches."""
+def check_covered(model: nn.Module, layout: Layout) -> None:
+    """An error where a weight of vLLM's model is reached by no tensor of the policy."""
     with_weight = {
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()
         if isinstance(getattr(module, "weight", None), Tensor)
     }
-    return sorted(f"{name}.weight" for name in with_weight if f"{name}.weight" not in layout)
+    if missing := sorted(f"{name}.weight" for name in with_weight if f"{name}.weight" not in layout):
+        raise LookupError(f"vLLM's {missing[0]} was not among the weights it was given")
 
 
 def checksums(model: nn.Module, layout: Layout) -> dict[str, int]:
     """Checksums of vLLM's own weights, under the policy's names."""
-    if missing := uncovered(model, layout):
-        raise LookupError(f"vLLM's {missing[0]} was not among the weights it was given")
+    check_covered(model, layout)
     return named_checksums(read_parts(model, layout))
 
 

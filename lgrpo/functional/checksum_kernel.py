@@ -14,23 +14,25 @@ _READERS = 128
 """At most so many read a tensor, each a block of it in turn."""
 
 
-def weighted_sums(bits: Sequence[Tensor], step: int, start: int) -> Tensor:
+def weighted_sums(tensors: Sequence[Tensor], words: Sequence[int], step: int, start: int) -> Tensor:
     """Of each, the sum of bits · (place · step + start), with their upper half folded into the lower, modulo 2**64.
 
-    A kernel takes longer to start than to read a tensor: so there is one for all that are numbers of one size.
+    The bits are numbers of ``words`` bytes. A kernel takes longer to start than to read a tensor: so there is one for
+    all whose numbers have the same size.
     """
-    device = bits[0].device
-    totals = torch.zeros(len(bits), dtype=torch.int64, device=device)
+    device = tensors[0].device
+    totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
-        for dtype in dict.fromkeys(each.dtype for each in bits):
-            rows = [(i, each.data_ptr(), each.numel()) for i, each in enumerate(bits) if each.dtype == dtype]
+        for size in dict.fromkeys(words):
+            places = [place for place, own in enumerate(words) if own == size]
+            rows = [(place, tensors[place].data_ptr(), tensors[place].nbytes // size) for place in places]
             readers = max(1, min(_READERS, triton.cdiv(max(count for _, _, count in rows), _BLOCK)))
             table = torch.tensor(rows).to(device, non_blocking=True)
-            _weigh[(len(rows), readers)](table, totals, _WORDS[dtype], step, start, _BLOCK)
+            _weigh[(len(rows), readers)](table, totals, _WORDS[size], step, start, _BLOCK)
     return totals
 
 
-_WORDS = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
+_WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit

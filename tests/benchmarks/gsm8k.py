@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +142,7 @@ def command(options: argparse.Namespace, arm: str, seed: int, run: Path) -> list
 
 
 def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
-    """One run in a process of its own."""
-    from lgrpo.report import read_series
-
+    """One run in a process of its own, and its row."""
     name = "".join(c if c.isalnum() else "_" for c in arm)
     run, start = options.folder / f"{name}-{seed}", time.perf_counter()
     log = options.folder / f"{name}-{seed}.log"
@@ -157,6 +155,14 @@ def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         done = subprocess.run(given, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
         return {"arm": arm, "seed": seed, "error": log.read_text()[-600:]}
+    seconds = round(time.perf_counter() - start, 1)
+    return {"arm": arm, "seed": seed} | figures(run) | {"workers": options.workers, "seconds": seconds}
+
+
+def figures(run: Path) -> dict[str, Any]:
+    """What a run's folder says of it."""
+    from lgrpo.report import read_series
+
     series = read_series(run)
     rewards = [value for _, value in series["rollout/reward"]]
 
@@ -164,8 +170,6 @@ def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         return statistics.fmean([value for _, value in series.get(metric, [])[1:]] or [0.0])
 
     return {
-        "arm": arm,
-        "seed": seed,
         "pass@1": [round(value, 4) for _, value in series["val/pass@1"]],
         "reward": [round(value, 4) for value in rewards],
         "reward_spread_last_quarter": round(statistics.pstdev(rewards[-(len(rewards) // 4) :]), 4),
@@ -175,8 +179,6 @@ def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         "syncs": len((run / "syncs.jsonl").read_text().splitlines()),
         "rollouts": len(rewards),
         "completions": len(rewards) * 448,
-        "workers": options.workers,
-        "seconds": round(time.perf_counter() - start, 1),
     }
 
 
@@ -192,8 +194,9 @@ def launch(options: argparse.Namespace) -> None:
     done = {(row["arm"], row["seed"]) for row in read()}
     jobs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms if (arm, seed) not in done]
     with ThreadPoolExecutor(options.workers) as pool:
-        for row in pool.map(lambda job: train(options, *job), jobs):
-            with ROWS.open("a") as file:
+        for done_one in as_completed([pool.submit(train, options, *job) for job in jobs]):
+            row = done_one.result()
+            with ROWS.open("a") as file:  # at once: whatever ends the others
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             print({k: v for k, v in row.items() if k not in ("reward", "completion_length")}, flush=True)
 

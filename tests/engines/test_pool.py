@@ -15,6 +15,7 @@ import torch
 from lgrpo import ReplayEngine, Sampling, TransformersEngine
 from lgrpo.engines import EngineError, EnginePool, NoWeightsError, VLLMEngine, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.pool_process import MemberProcess
+from lgrpo.types import PolicyWeights
 from tests.engines.conftest import build_policy
 from tests.engines.faulty import Distorted
 from tests.engines.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
@@ -189,6 +190,46 @@ def test_a_process_that_ends_before_a_sync(policy, pool, alone):
     assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy))
 
 
+class TestManyParcels:
+    """Weights that do not travel in one piece: here no more than a tensor or two at a time."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        monkeypatch.setattr("lgrpo.engines.pool._PARCEL", 4096)
+
+    def test_all_of_them_arrive(self, policy, pool):
+        other, given = build_policy(), []
+        disturb(other)
+
+        def counted():
+            for name, tensor in other.weights():
+                given.append(sorted(path.name for path in pool._folder.glob("weights-*")))
+                yield name, tensor
+
+        pool.load_weights(PolicyWeights(config=other.weights().config, tensors=counted), step=4)
+        held = pool.held_weights()
+        assert held.keys() == dict(other.weights()).keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in other.weights())
+        parcels = {name for names in given for name in names}
+        assert len(parcels) > 5
+        assert max(map(len, given)) == 1, "while one is read the next is made, and no more lie there"
+        assert not list(pool._folder.glob("weights-*"))
+        pool.load_weights(policy.weights(), step=3)
+
+    def test_a_process_that_ends_between_two(self, policy, pool, alone):
+        def deadly():
+            for number, (name, tensor) in enumerate(policy.weights()):
+                if number == 10:
+                    pool._members[0].kill()
+                yield name, tensor
+
+        with pytest.warns(UserWarning, match="exit code -9"):
+            pool.load_weights(PolicyWeights(config=policy.weights().config, tensors=deadly), step=3)
+        assert all(member.is_alive for member in pool._members)
+        assert not list(pool._folder.glob("weights-*"))
+        assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy))
+
+
 def test_none_is_left(policy, pool):
     for member in pool._members:
         member.kill()
@@ -256,6 +297,7 @@ import os, time
 from lgrpo import TransformersEngine
 from lgrpo.engines import EnginePool
 from lgrpo.engines.pool_process import MemberProcess
+from lgrpo.types import PolicyWeights
 from tests.engines.conftest import build_policy
 pool = EnginePool(TransformersEngine())
 pool.load_weights(build_policy().weights(), 0)
