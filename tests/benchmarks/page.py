@@ -1,4 +1,4 @@
-"""The kept results of ``tests.benchmarks.step`` as tables and pictures: ``python -m tests.benchmarks.page``
+"""The kept results of ``step`` and ``update`` as tables and pictures: ``python -m tests.benchmarks.page``
 
 Fills what stands between ``<!-- NAME -->`` and ``<!-- end -->`` on ``tutorials/pages/speed.md``, and draws the pictures
 beside it. The words of the page are written by hand.
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks import update
 from tests.benchmarks.step import RESULTS, SWEEPS, table
 
 PAGE = Path(__file__).parents[2] / "tutorials" / "pages" / "speed.md"
@@ -48,9 +49,13 @@ def describe(name: str, result: dict[str, Any]) -> str:
         title += f"; {run['note']}" if "note" in run else ""
         title += f". Ratio to TRL: **{run['ratio']:.2f}**" if "ratio" in run else ""
         blocks.append(f"{title}\n\n{table(run)}")
+    return "\n\n".join([*blocks, source(result, f"step-{name}.json")])
+
+
+def source(result: dict[str, Any], file: str) -> str:
+    """Where figures come from."""
     versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    source = f"{result['machine']}; {versions}; [figures](../../tests/benchmarks/results/step-{name}.json)."
-    return "\n\n".join([*blocks, source])
+    return f"{result['machine']}; {versions}; [figures](../../tests/benchmarks/results/{file})."
 
 
 def sweeps(result: dict[str, Any]) -> str:
@@ -75,12 +80,22 @@ def sweeps(result: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
+def updates() -> dict[str, str]:
+    """The kept tables of updates alone, by the names of their files."""
+    found = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("update-*.json"))}
+    return {
+        path.stem: f"{update.table(result['rows'])}\n\n{source(result, path.name)}" for path, result in found.items()
+    }
+
+
 def filled(text: str, results: dict[str, dict[str, Any]]) -> str:
     """The page with its tables as the results have them."""
+    blocks = updates()
     for name, result in results.items():
-        for marker, block in ((name, describe(name, result)), (f"sweeps of {name}", sweeps(result))):
-            pattern = rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)"
-            text = re.sub(pattern, lambda m, b=block: f"{m[1]}\n{b}\n\n{m[2]}", text, flags=re.DOTALL)
+        blocks |= {name: describe(name, result), f"sweeps of {name}": sweeps(result)}
+    for marker, block in blocks.items():
+        pattern = rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)"
+        text = re.sub(pattern, lambda m, b=block: f"{m[1]}\n{b}\n\n{m[2]}", text, flags=re.DOTALL)
     return text
 
 
