@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -153,13 +156,20 @@ def build(
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "default_root_dir": tempfile.mkdtemp(prefix="lgrpo-test-"),
+        "default_root_dir": passing_folder(),
         "limit_val_batches": 0,
         "callbacks": [*sync, *callbacks, recorder, logged],
     }
     run = Run(L.Trainer(**options | (trainer or {})), module, RolloutDataModule(**settings | (data or {})), recorder)
     run.logged = logged.rows
     return run
+
+
+def passing_folder() -> str:
+    """A folder that goes with this process; a fork of it leaves it alone."""
+    folder, owner = tempfile.mkdtemp(prefix="lgrpo-test-"), os.getpid()
+    atexit.register(lambda: owner == os.getpid() and shutil.rmtree(folder, ignore_errors=True))
+    return folder
 
 
 def fit(**settings: Any) -> Run:

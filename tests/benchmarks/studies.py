@@ -372,8 +372,8 @@ ON_A_GPU = """## On a GPU
 *GSM8K* (`python -m tests.benchmarks.gsm8k --model SmolLM2-135M-Instruct --data GSM8K`): the model learns GSM8K's
 training solutions first (three epochs, a minute), then three arms train it by the settings of
 `configs/papers/a_gsm8k.yaml` but for those the script lists, 36 rollouts of 28 × 16 completions each, six runs at a
-time on one H200 in eight minutes, stopped once and gone on. Pass@1 is over GSM8K's whole test set, four samples a problem at temperature 0.7; it
-was 0.053 before:
+time on one H200 in eight minutes, stopped once and gone on. Pass@1 is over GSM8K's whole test set, four samples a
+problem at temperature 0.7; it was 0.053 before:
 
 {gsm8k}
 

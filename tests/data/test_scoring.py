@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -48,14 +46,12 @@ class Late(Reward):
 class LateThenFails(Reward):
     """In a worker: the first prompt's scores are not there at first, then cannot be had; the others' can."""
 
-    def __init__(self):
-        self.asked = set()
+    def __init__(self, folder: Path):
+        self.folder = folder
 
     def score(self, prompt, completion):
         if prompt.position == 0:
-            folder = Path(tempfile.gettempdir()) / f"lgrpo-late-{os.getppid()}"
-            folder.mkdir(exist_ok=True)
-            path = folder / str(hash(tuple(completion.token_ids)))
+            path = self.folder / str(hash(tuple(completion.token_ids)))
             if path.exists():
                 raise ValueError("nobody knows")
             path.touch()
@@ -150,12 +146,10 @@ class TestLateScores:
         assert [row.get("rollout/late_waiting", 0) for row in run.logged] == [0, 0, 0, 0]
         assert [int(batch.is_known.sum()) for batch in run.recorder.rollouts] == [16] * 4
 
-    def test_late_scores_may_fail_too(self):
+    def test_late_scores_may_fail_too(self, tmp_path):
+        task, scoring = sort_digits(LateThenFails(tmp_path)), Scoring(mask_failures=True, failure_score=-5)
         with pytest.warns(UserWarning, match="the reward failed"):
-            run = fit(
-                rollouts=3,
-                data={"task": sort_digits(LateThenFails()), "scoring": Scoring(mask_failures=True, failure_score=-5)},
-            )
+            run = fit(rollouts=3, data={"task": task, "scoring": scoring})
         joined = run.recorder.rollouts[1]
         late = joined.is_known & (joined.positions == 0)
         assert late.sum() == 4
