@@ -375,7 +375,7 @@ class TestAgainstThePlainPath:
         assert graphs["unique_graphs"] == before + 1
 
     def test_compiled_layers_keep_a_share_of_their_activations(self):
-        """The largest share is compiled last, by policies side by side: each has its own."""
+        """Policies of one process, one after another: each has its own share, not that of the first."""
         batch, kept = a_rollout(), {}
         plain = self.both()[0]
         expected = gradients_of(plain, batch, padded_logprobs(plain, batch, "right"))
