@@ -159,7 +159,9 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
         }
     text = architecture.get_text_config()
     bytes_of_one = 2 if "bf16" in str(config.trainer.precision) else 4
-    activations = activation_bytes(architecture, tokens, bytes_of_one, settings["gradient_checkpointing"])
+    activations = activation_bytes(
+        architecture, tokens, bytes_of_one, settings["gradient_checkpointing"], policy.activation_memory
+    )
     logits = logit_bytes(architecture, tokens, settings["chunk_size"])
     parts = ", ".join(f"{name} {in_words(size)}" for name, size in held.items() if size)
     adapters = "" if policy.lora is None else f", of which none is trained, but {num_trained:,} of adapters"

@@ -284,6 +284,14 @@ class TestPlan:
         assert self.plan(capsys, "--trainer.max_epochs=-1")["whole run"].startswith("without end")
         assert "each of 4 devices, about 64 completions" in self.plan(capsys, "--trainer.devices=4")["micro-batches"]
 
+    def test_a_share_of_activations_counts_where_layers_are_compiled(self, capsys):
+        share = "--model.policy.activation_memory=0.1"
+        whole, plain, less = (
+            self.plan(capsys, *options)["memory, in a step"]
+            for options in ([], [share], [share, "--model.policy.compile=true"])
+        )
+        assert whole == plain != less
+
     def test_a_model_that_cannot_be_reached(self, capsys):
         rows = self.plan(capsys, "--model.policy.name=nobody/nothing", "--model.policy.config=null")
         assert rows["memory"].startswith("not estimated: the model's config cannot be read")

@@ -156,6 +156,8 @@ def test_tokenizer_larger_than_the_model(folder):
         ({"config": MODEL}, "needs a tokenizer"),
         ({"config": MODEL, "characters": "01", "tokenizer": "x"}, "exclude each other"),
         ({"config": MODEL, "characters": "01", "chunk_size": 0}, "chunk_size is 0"),
+        ({"config": MODEL, "characters": "01", "activation_memory": 1.1}, r"activation_memory is 1\.1; it is a share"),
+        ({"config": MODEL, "characters": "01", "activation_memory": -0.1}, "activation_memory is -0.1"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -315,6 +317,22 @@ def padded_logprobs(policy, batch, side):
     return torch.where(batch.completion_mask, whole, 0.0)
 
 
+def kept_bytes(policy, batch):
+    """Of what a forward pass keeps for the backward pass, parameters left out; and its log-probabilities."""
+    parameters = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs, _ = policy(batch.tokens, batch.completion_mask, 1.0)
+    return sum(kept.values()), logprobs
+
+
 def relative_difference(a, b):
     return max(float((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-12)) for name in b)
 
@@ -355,3 +373,24 @@ class TestAgainstThePlainPath:
         for shape in [(8, 14, 4), (20, 25, 5), (9, 11, 3), (6, 17, 2), (32, 31, 8)]:
             check(*shape)
         assert graphs["unique_graphs"] == before + 1
+
+    def test_compiled_layers_keep_a_share_of_their_activations(self):
+        """Policies of one process, one after another: each has its own share, not that of the first."""
+        batch, kept = a_rollout(), {}
+        plain = self.both()[0]
+        expected = gradients_of(plain, batch, padded_logprobs(plain, batch, "right"))
+        for share in (0.3, 1.0):
+            compiled = self.both(compile=True, activation_memory=share)[1]
+            kept[share], logprobs = kept_bytes(compiled, batch)
+            assert relative_difference(gradients_of(compiled, batch, logprobs), expected) < 1e-5
+        assert kept[0.3] < 0.6 * kept[1.0]
+        assert torch._functorch.config.activation_memory_budget == 1.0, "what else is compiled has its own"
+        assert self.both(activation_memory=0.3)[1].activation_memory == 1.0, "not compiled: all are kept"
+
+    def test_a_share_and_gradient_checkpointing(self):
+        plain, compiled = self.both(compile=True, activation_memory=0.3, gradient_checkpointing=True)
+        batch = a_rollout()
+        expected = gradients_of(plain, batch, padded_logprobs(plain, batch, "right"))
+        kept, logprobs = kept_bytes(compiled, batch)
+        assert kept < 0.5 * kept_bytes(self.both(compile=True, activation_memory=0.3)[1], batch)[0]
+        assert relative_difference(gradients_of(compiled, batch, logprobs), expected) < 1e-5

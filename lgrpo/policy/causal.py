@@ -35,6 +35,7 @@ from lgrpo.policy import adapters, flat
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.characters import character_tokenizer
+from lgrpo.policy.compilation import KeepingShare
 from lgrpo.types import Adapter, PolicyWeights
 
 
@@ -57,6 +58,7 @@ class CausalPolicy(nn.Module):
         dtype: Literal["float32", "bfloat16"] = "float32",
         attention: str = "packed",
         compile: bool = False,
+        activation_memory: float = 0.8,
         gradient_checkpointing: bool = False,
         chunk_size: int = 1024,
         lora: LoRA | None = None,
@@ -74,6 +76,9 @@ class CausalPolicy(nn.Module):
                 sdpa and eager with padding, flash_attention_2 and _3 without.
             compile: Compile the layers, and on a GPU the softmax (``torch.compile``): slow to start, faster at every
                 step. For GPUs.
+            activation_memory: Share of their activations that compiled layers keep for the backward pass, from 0 to 1;
+                the rest, chosen as what is cheapest, is computed again there. 1 keeps all. Without ``compile`` all are
+                kept, with ``gradient_checkpointing`` none.
             gradient_checkpointing: Compute activations again in the backward pass, to save memory.
             chunk_size: Tokens whose logits are held at a time.
             lora: Train low-rank adapters (needs peft) instead of the weights, which may then be bfloat16.
@@ -88,6 +93,8 @@ class CausalPolicy(nn.Module):
             raise ValueError("policy.tokenizer and policy.characters exclude each other")
         if config is not None and tokenizer is None and characters is None:
             raise ValueError("a policy made from a config needs a tokenizer: set policy.tokenizer or policy.characters")
+        if not 0 <= activation_memory <= 1:
+            raise ValueError(f"policy.activation_memory is {activation_memory}; it is a share, from 0 to 1")
         if chunk_size < 1:
             raise ValueError(f"policy.chunk_size is {chunk_size}; it must be 1 or more")
         self.name = name
@@ -98,6 +105,8 @@ class CausalPolicy(nn.Module):
         self.dtype = getattr(torch, dtype)
         self.attention = attention
         self.compile_layers = compile
+        is_chosen = compile and not gradient_checkpointing  # which keeps none, whatever would be cheap
+        self.activation_memory = activation_memory if is_chosen else 1.0
         self.gradient_checkpointing = gradient_checkpointing
         self.chunk_size = chunk_size
         self.lora = lora
@@ -174,7 +183,7 @@ class CausalPolicy(nn.Module):
             adapters.add_adapter(self.model, self.lora, self.model.get_output_embeddings())
         if self.compile_layers:
             for layer in self._layers:
-                layer.compile(dynamic=True)
+                layer.compile(dynamic=True, backend=KeepingShare(self.activation_memory))
 
     def forward(
         self, tokens: Tensor, completion_mask: Tensor, temperature: float, entropy_gradient: bool = False

@@ -9,11 +9,22 @@ from transformers import PretrainedConfig
 from lgrpo.policy.causal import CausalPolicy
 
 
-def activation_bytes(config: PretrainedConfig, tokens: float, bytes_each: int, checkpointed: bool) -> float:
-    """What the layers keep of a micro-batch for the backward pass. With checkpointing: the input of each."""
+def activation_bytes(
+    config: PretrainedConfig, tokens: float, bytes_each: int, checkpointed: bool, share: float = 1.0
+) -> float:
+    """What the layers keep of a micro-batch for the backward pass. With checkpointing: the input of each.
+
+    ``share`` is ``policy.activation_memory``. Torch means by it a share of what lies between the inputs of a layer, its
+    weights among them, and all it would keep; so where weights are larger than activations, it changes nothing.
+    """
     text = config.get_text_config()
-    kept = 10 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
-    return tokens * text.num_hidden_layers * (text.hidden_size if checkpointed else kept) * bytes_each
+    width, inner = text.hidden_size, getattr(text, "intermediate_size", 4 * text.hidden_size)
+    inputs = tokens * width * bytes_each
+    if checkpointed:
+        return text.num_hidden_layers * inputs
+    whole = tokens * (10 * width + 3 * inner) * bytes_each
+    least = inputs + 4 * width * (4 * width + 3 * inner)
+    return text.num_hidden_layers * min(whole, share * whole + (1 - share) * least)
 
 
 def logit_bytes(config: PretrainedConfig, tokens: float, chunk_size: int) -> float:
@@ -31,7 +42,9 @@ def refuse_over_budget(policy: CausalPolicy, budget: int, bytes_each: int, free:
     """An error where an update in micro-batches of that many tokens will not fit into what is free."""
     refuse_what_does_not_fit(
         budget,
-        activation_bytes(policy.model.config, budget, bytes_each, policy.gradient_checkpointing),
+        activation_bytes(
+            policy.model.config, budget, bytes_each, policy.gradient_checkpointing, policy.activation_memory
+        ),
         logit_bytes(policy.model.config, budget, policy.chunk_size),
         3 * sum(local_bytes(p) for p in policy.parameters() if p.requires_grad),  # gradients, two moments at most
         free,

@@ -54,7 +54,7 @@ SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
 }
 SETTINGS = ("prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens", "micro_batches")
 SETTINGS += ("checkpointing", "compile", "liger", "continuous_batching", "threads", "clock", "engine_memory")
-SETTINGS += ("processes", "peer_engine_memory", "peer_sleeps")
+SETTINGS += ("processes", "peer_engine_memory", "peer_sleeps", "activation_memory")
 
 
 def machine_name(device: str) -> str:
@@ -205,6 +205,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
+    parser.add_argument("--activation-memory", type=float, default=0.8, help="lgrpo's policy.activation_memory")
     parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=False, help="TRL's fused loss")
     parser.add_argument("--continuous-batching", action="store_true", help="TRL generates with transformers' own")
     parser.add_argument("--systems", nargs="+", choices=["lgrpo", "trl"], default=["lgrpo", "trl"])

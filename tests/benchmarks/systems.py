@@ -63,6 +63,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
         str(options.folder),
         gradient_checkpointing=options.checkpointing,
         compile=options.compile,
+        activation_memory=options.activation_memory,
         chunk_size=4096,
     )
     module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True))

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor
 
 from lgrpo import CausalPolicy, ClippedLoss, RolloutBatch
@@ -59,7 +58,7 @@ class Row:
     micro_batches: int = 7
     checkpointing: bool = False
     budget: float = 1.0
-    """Share of its activations that a compiled layer may keep; the rest is computed again."""
+    """``policy.activation_memory``: share of its activations that a compiled layer keeps."""
     chunk_size: int = 4096
     """Tokens whose logits are held at a time."""
 
@@ -143,7 +142,6 @@ def flops_per_token(policy: CausalPolicy, length: int) -> tuple[int, int]:
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of a row, in this process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch._functorch.config.activation_memory_budget = row.budget
     torch.manual_seed(0)
     policy = CausalPolicy(
         config={"model_type": row.model_type, "max_position_embeddings": row.length, "tie_word_embeddings": True}
@@ -151,6 +149,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         characters="0123456789",
         gradient_checkpointing=row.checkpointing,
         compile=options.compile,
+        activation_memory=row.budget,
         chunk_size=row.chunk_size,
     )
     with torch.device(device):

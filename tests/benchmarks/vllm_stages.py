@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--engine-memory", type=float, default=0.15, help="share of the GPU that vLLM takes")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--activation-memory", type=float, default=0.8, help="policy.activation_memory")
     parser.add_argument("--profile", type=Path, help="write where Python's time goes in the last run")
     parser.add_argument("--kernels", type=Path, help="write where the GPU's time goes in an update")
     parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
@@ -162,6 +163,7 @@ def main() -> None:
         characters="0123456789",
         gradient_checkpointing=options.checkpointing,
         compile=options.compile,
+        activation_memory=options.activation_memory,
         chunk_size=4096,
         dtype="bfloat16" if options.lora and cuda else "float32",
         lora=LoRA(rank=options.lora) if options.lora else None,

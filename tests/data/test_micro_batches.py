@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import lightning as L
 import pytest
+from transformers import Qwen2Config
 
 from lgrpo.data.micro_batches import micro_batches_for
-from lgrpo.policy.memory import refuse_what_does_not_fit
+from lgrpo.policy.memory import activation_bytes, logit_bytes, refuse_what_does_not_fit
+from tests.benchmarks.workload import SHAPES
 from tests.helpers import a_batch, fit, largest_difference
 
 
@@ -57,3 +59,21 @@ def test_more_than_there_is_memory_for():
     refuse_what_does_not_fit(1000, activations=6e9, logits=1e9, state=2e9, free=10e9)
     with pytest.raises(ValueError, match=r"about 10\.2 GiB beside 1\.9 GiB .* about 700 tokens fit"):
         refuse_what_does_not_fit(1000, activations=10e9, logits=1e9, state=2e9, free=10e9)
+
+
+@pytest.mark.parametrize(("share", "measured"), [(1.0, 26.8), (0.8, 16.9), (0.6, 15.1)])
+def test_the_estimate_is_above_what_was_measured(share, measured):
+    """GiB above weights, gradients and optimizer on an H200; ``policy.compile``, rows "1.5b" of benchmarks.update."""
+    config, tokens = Qwen2Config(**SHAPES["1.5b"]), 16 * 612
+    estimate = activation_bytes(config, tokens, 2, False, share) + logit_bytes(config, tokens, 4096)
+    assert measured < estimate / 2**30 < 1.55 * measured
+
+
+def test_a_share_of_activations_in_the_estimate():
+    config = Qwen2Config(**SHAPES["1.5b"])
+    shares = [activation_bytes(config, 9792, 2, False, share) for share in (1.0, 0.8, 0.3, 0.0)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] > activation_bytes(config, 9792, 2, True), "of a layer's inputs one is kept when checkpointed"
+    few = 1000  # tokens, whose activations are smaller than the weights of a layer: torch then keeps all
+    assert activation_bytes(config, few, 2, False, 0.3) == activation_bytes(config, few, 2, False)
+    assert activation_bytes(config, 9792, 2, True, 0.3) == activation_bytes(config, 9792, 2, True)
