@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.benchmarks import check, page
+from tests.benchmarks import check, page, studies
 from tests.benchmarks.apart import Apart
 from tests.benchmarks.stages import Stages
-from tests.benchmarks.step import phases_of
 from tests.benchmarks.systems import Work
 from tests.benchmarks.workload import lengths, make_model, prompt_texts
 from tests.processes import until_nobody_lives
@@ -60,33 +59,6 @@ def test_a_run_whose_lengths_did_not_come_out_is_refused(tmp_path):
         work.check(1, [5, 5, 5, 5], [11, 11, 12, 11])
 
 
-def test_what_is_measured_is_the_same_with_and_without_a_warm_up(tmp_path):
-    make_model(tmp_path, "demo", 64)
-    phases = [{"workload": name, "v": 1, "warm_up": 2, "steps": 3} for name in ("fixed", "realistic", "realistic")]
-    phases.append({"workload": "fixed", "v": 10, "warm_up": 0, "steps": 10})
-    given = {"folder": tmp_path, "prompts": 2, "group": 4, "prompt_tokens": 6, "completion_tokens": 5}
-    given |= {"mean_tokens": 8, "cap_tokens": 20, "v": 1}
-    measured = {}
-    for system, once in product(("lgrpo", "trl"), (False, True)):
-        options = Namespace(**given, peer_warm_up_once=once)
-        places, options.phases = phases_of(system, options, phases)
-        assert places == ([0, 1, 2, 3] if system == "lgrpo" else [0, 1, 2])
-        work = Work(options)
-        steps = [place for place, phase in enumerate(work.phase_of) if phase in (0, 1, 2)]
-        measured[system, once] = (
-            [work.lengths[i * 8 : (i + 1) * 8] for i in steps],
-            [work.prompts[i * 2 : (i + 1) * 2] for i in steps],
-            [work.phase_of[i] for i in steps],
-            [work.tokens(phase) for phase in (0, 1, 2)],
-            work.longest,
-        )
-        assert work.phase_of.count(None) == (2 if system == "trl" and once else 6)
-        assert len(work.lengths) == 8 * len(work.phase_of)
-        assert len(work.prompts) == 2 * len(work.phase_of)
-    assert len(measured) == 4
-    assert all(found == measured["lgrpo", False] for found in measured.values())
-
-
 def test_what_ends_a_phase_loses_none_before_it(tmp_path):
     make_model(tmp_path, "demo", 64)
     phases = [{"workload": "fixed", "v": 1, "warm_up": 1, "steps": 1}] * 2
@@ -110,7 +82,7 @@ def test_what_ends_a_phase_loses_none_before_it(tmp_path):
 def test_both_systems_in_one_run(as_on_a_gpu, tmp_path):
     """Equal lengths, realistic ones, and a cycle of two: each system checks that every completion has its own."""
     command = [*STEP, "--also-v", "2", "--warm-up", "1", "--machine", "a machine", "--out", str(tmp_path / "new.json")]
-    command += ["--early-start", "--peer-warm-up-once"] if as_on_a_gpu else []
+    command += ["--early-start"] if as_on_a_gpu else []
     done = subprocess.run(command, capture_output=True, text=True)
     result = json.loads((tmp_path / "new.json").read_text())
     runs = result["runs"]
@@ -250,3 +222,7 @@ def test_the_page_shows_the_kept_results():
     assert page.filled(text, KEPT) == text, "run python -m tests.benchmarks.page"
     for name in KEPT:
         assert f"step-{name}.json" in text
+
+
+def test_the_page_of_studies_is_that_of_the_kept_rows():
+    assert studies.PAGE.read_text(encoding="utf-8") == studies.page()

@@ -96,6 +96,7 @@ class Sent:
 
 def largest(tensors: list[Tensor]) -> Tensor:
     """Of each tensor the largest number by size, not finite where one of them is not."""
-    if all(tensor.is_cuda and tensor.is_floating_point() for tensor in tensors):
-        return torch.stack(torch._foreach_norm(tensors, math.inf)).float()
-    return torch.stack([tensor.sum().float() for tensor in tensors])
+    first = tensors[0].device
+    if first.type == "cuda" and all(t.device == first and t.is_floating_point() and t.numel() for t in tensors):
+        return torch.stack([norm.float() for norm in torch._foreach_norm(tensors, math.inf)])
+    return torch.stack([tensor.sum().float().to(first) for tensor in tensors])

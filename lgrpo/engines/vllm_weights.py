@@ -109,8 +109,15 @@ class Places:
     def found(model: nn.Module, layout: Layout) -> Places | None:
         """None where vLLM packs, pads or spreads a tensor; else those of a layer lie below each other."""
         held = {name: parameter.shape[0] for name, parameter in model.named_parameters(remove_duplicate=False)}
-        lies_as_given = held == {name: sum(rows for _, rows in parts) for name, parts in layout.items()}
-        return Places(model, layout) if lies_as_given else None
+        if held != {name: sum(rows for _, rows in parts) for name, parts in layout.items()}:
+            return None
+        try:
+            places = Places(model, layout)
+        except LookupError:
+            return None
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        is_own = all(tensor.untyped_storage().data_ptr() in own for tensor in places.tensors.values())
+        return places if is_own else None  # else what was read is a copy: nobody would sample from it
 
     def are_current(self) -> bool:
         """Whether vLLM's tensors are those that were found, in the same memory."""

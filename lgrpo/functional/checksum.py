@@ -72,8 +72,7 @@ def _bits(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().flatten()
     bits = bits.view(_BITS[bits.element_size()])
     if bits.numel() % (8 // bits.element_size()) == 0:
-        is_aligned = bits.storage_offset() * bits.element_size() % 8 == 0
-        bits = (bits if is_aligned else bits.clone()).view(torch.int64)
+        bits = (bits.clone() if bits.data_ptr() % 8 else bits).view(torch.int64)
     return bits
 
 

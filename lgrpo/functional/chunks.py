@@ -22,6 +22,7 @@ def chunks(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 2**30) -> Ite
     for name, tensor in tensors:
         chunk[name] = tensor
         size += tensor.nbytes
+        del tensor  # whoever takes the chunk decides how long it stays
         if size >= num_bytes:
             yield chunk
             chunk, size = {}, 0

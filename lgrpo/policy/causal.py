@@ -76,7 +76,7 @@ class CausalPolicy(nn.Module):
                 sdpa and eager with padding, flash_attention_2 and _3 without.
             compile: Compile the layers, and on a GPU the softmax (``torch.compile``): slow to start, faster at every
                 step. For GPUs.
-            activation_memory: Share of their activations that compiled layers keep for the backward pass, from 0 to 1;
+            activation_memory: At most this share of activations is kept for the backward pass by compiled layers;
                 the rest, chosen as what is cheapest, is computed again there. 1 keeps all. Without ``compile`` all are
                 kept, with ``gradient_checkpointing`` none.
             gradient_checkpointing: Compute activations again in the backward pass, to save memory.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
@@ -40,31 +43,29 @@ def local_bytes(parameter: Tensor) -> int:
 
 def refuse_over_budget(policy: CausalPolicy, budget: int, bytes_each: int, free: float) -> None:
     """An error where an update in micro-batches of that many tokens will not fit into what is free."""
-    refuse_what_does_not_fit(
-        budget,
-        activation_bytes(
-            policy.model.config, budget, bytes_each, policy.gradient_checkpointing, policy.activation_memory
-        ),
-        logit_bytes(policy.model.config, budget, policy.chunk_size),
-        3 * sum(local_bytes(p) for p in policy.parameters() if p.requires_grad),  # gradients, two moments at most
-        free,
-    )
+    config, is_checkpointed = policy.model.config, policy.gradient_checkpointing
+
+    def needs(tokens: float) -> float:
+        kept = activation_bytes(config, tokens, bytes_each, is_checkpointed, policy.activation_memory)
+        return kept + logit_bytes(config, tokens, policy.chunk_size)
+
+    state = 3 * sum(local_bytes(p) for p in policy.parameters() if p.requires_grad)  # gradients, two moments at most
+    refuse_what_does_not_fit(budget, needs, state, free)
 
 
-def refuse_what_does_not_fit(budget: int, activations: float, logits: float, state: float, free: float) -> None:
+def refuse_what_does_not_fit(budget: int, needs: Callable[[float], float], state: float, free: float) -> None:
     """An error where a micro-batch of that many tokens needs more memory than there is.
 
     Args:
         budget: Tokens of a micro-batch.
-        activations: Bytes the layers keep of it.
-        logits: Bytes of logits at a time.
+        needs: Bytes that so many tokens need: what the layers keep of them, and logits.
         state: Bytes of gradients and optimizer, which are not there yet.
         free: Bytes there are.
     """
-    if activations + logits + state > free:
-        fitting = max(0, int(budget * (free - logits - state) / activations))
+    if needs(budget) + state > free:
+        fitting = max(0, bisect(range(budget), free - state, key=needs) - 1)
         raise ValueError(
-            f"micro-batches of data.micro_batch_tokens {budget:,} would need about {in_words(activations + logits)} "
+            f"micro-batches of data.micro_batch_tokens {budget:,} would need about {in_words(needs(budget))} "
             f"beside {in_words(state)} of gradients and optimizer, and {in_words(free)} are free: about {fitting:,} "
             "tokens fit. Lower it, set policy.gradient_checkpointing, or lower policy.chunk_size"
         )

@@ -156,7 +156,11 @@ def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     if done.returncode:
         return {"arm": arm, "seed": seed, "error": log.read_text()[-600:]}
     seconds = round(time.perf_counter() - start, 1)
-    return {"arm": arm, "seed": seed} | figures(run) | {"workers": options.workers, "seconds": seconds}
+    try:
+        found = figures(run)
+    except Exception as error:  # others go on
+        found = {"error": f"{type(error).__name__}: {error}"}
+    return {"arm": arm, "seed": seed} | found | {"workers": options.workers, "seconds": seconds}
 
 
 def figures(run: Path) -> dict[str, Any]:

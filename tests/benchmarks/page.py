@@ -44,8 +44,6 @@ def describe(name: str, result: dict[str, Any]) -> str:
             f"{s['group']} completions, {tokens}; v = {v}, micro-batches: {s['micro_batches']}; "
             f"steps: {s['steps']} after {s['warm_up']}"
         )
-        if (warm_up := run.get("trl", {}).get("warm_up", s["warm_up"])) != s["warm_up"]:
-            title += f" (TRL {len(run['trl']['steps'])} after {warm_up})"
         title += f"; {run['note']}" if "note" in run else ""
         title += f". Ratio to TRL: **{run['ratio']:.2f}**" if "ratio" in run else ""
         blocks.append(f"{title}\n\n{table(run)}")

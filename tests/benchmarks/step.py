@@ -2,9 +2,8 @@
 
 Both systems train the same model on the same prompts, with the same numbers of prompts, completions and tokens, in the
 same precision: one process after the other, the workloads one after the other in each, the first steps of each left out
-as warm-up. On a GPU, where starting takes longer than measuring, TRL warms up before its first workload alone and
-imports its packages while lgrpo starts; what is measured has the same prompts and lengths all the same. What a system
-does with its memory and in what order is its own business. Results are written to
+as warm-up. On a GPU, where starting takes longer than measuring, TRL's packages are imported while lgrpo starts. What a
+system does with its memory and in what order is its own business. Results are written to
 ``tests/benchmarks/results/step-MACHINE-MODEL.json``;
 ``python -m tests.benchmarks.page`` makes them a page, ``python -m tests.benchmarks.check`` compares two files of them.
 
@@ -54,7 +53,7 @@ SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
 }
 SETTINGS = ("prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens", "micro_batches")
 SETTINGS += ("checkpointing", "compile", "liger", "continuous_batching", "threads", "clock", "engine_memory")
-SETTINGS += ("processes", "peer_engine_memory", "peer_sleeps", "activation_memory")
+SETTINGS += ("processes", "peer_engine_memory", "peer_sleeps", "peer_correction", "activation_memory")
 
 
 def machine_name(device: str) -> str:
@@ -96,19 +95,6 @@ def phase(options: argparse.Namespace, workload: str, v: int, steps: int, warm_u
     return {"workload": workload, "v": v, "steps": -(-steps // v) * v, "warm_up": warm_up}
 
 
-def phases_of(
-    system: str, options: argparse.Namespace, phases: list[dict[str, Any]]
-) -> tuple[list[int], list[dict[str, Any]]]:
-    """The places of a system's phases, and its phases: ``skipped`` are steps of a warm-up that it leaves out."""
-    if system == "lgrpo":  # each of its workloads may have a graph compiled
-        return list(range(len(phases))), phases
-    places = [i for i, own in enumerate(phases) if own["v"] == options.v]
-    own = [phases[i] for i in places]
-    if options.peer_warm_up_once:
-        own[1:] = [phase | {"warm_up": 0, "skipped": phase["warm_up"]} for phase in own[1:]]
-    return places, own
-
-
 def compare(
     options: argparse.Namespace, sweep: str | None, phases: list[dict[str, Any]]
 ) -> Iterator[list[dict[str, Any]]]:
@@ -118,16 +104,17 @@ def compare(
     """
     shared = {name: getattr(options, name) for name in SETTINGS}
     runs: list[dict[str, Any]] = [{"sweep": sweep, "settings": own | shared} for own in phases]
-    parts = {system: phases_of(system, options, phases) for system in options.systems}
-    parts = {system: (places, own) for system, (places, own) in parts.items() if places}
+    parts = {s: [i for i, own in enumerate(phases) if s == "lgrpo" or own["v"] == options.v] for s in options.systems}
+    parts = {system: places for system, places in parts.items() if places}
     with ExitStack() as stack:
         processes: dict[str, Apart] = {}
-        for system, (places, own) in parts.items():
+        for system, places in parts.items():
             for one in parts if options.early_start else [system]:
                 if one not in processes:
-                    processes[one] = stack.enter_context(start(one, options, parts[one][1]))
+                    processes[one] = stack.enter_context(start(one, options, [phases[i] for i in parts[one]]))
             chosen = [runs[i] for i in places]
-            for run, figures in zip(chosen, measure(processes[system], options.limit, own), strict=True):
+            found = measure(processes[system], options.limit, [phases[i] for i in places])
+            for run, figures in zip(chosen, found, strict=True):
                 run[system] = figures
             for error in dict.fromkeys(str(run[system]["error"]) for run in chosen if "error" in run[system]):
                 print(f"{system} failed: {error}", flush=True)
@@ -199,6 +186,12 @@ def parse() -> argparse.Namespace:
         "--peer-sleeps", action=argparse.BooleanOptionalAction, default=False, help="TRL's vLLM sleeps during updates"
     )
     parser.add_argument(
+        "--peer-correction",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="TRL's vllm_importance_sampling_correction, its default: one more forward pass, which lgrpo does not need",
+    )
+    parser.add_argument(
         "--processes",
         type=int,
         help="lgrpo samples with an EnginePool of so many; 0: in the trainer's. By default 2 for small models on a CPU",
@@ -212,11 +205,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of torch; by default a thread for each core")
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, where others use the machine too"
-    )
-    parser.add_argument(
-        "--peer-warm-up-once",
-        action=argparse.BooleanOptionalAction,
-        help="TRL warms up before its first workload alone; by default on a GPU, where it compiles nothing",
     )
     parser.add_argument(
         "--early-start",
@@ -252,7 +240,6 @@ def parse() -> argparse.Namespace:
         )
     options.checkpointing = cuda if options.checkpointing is None else options.checkpointing
     options.compile = cuda if options.compile is None else options.compile
-    options.peer_warm_up_once = cuda if options.peer_warm_up_once is None else options.peer_warm_up_once
     # Beside a GPU there are cores enough, and the first system imports as much before it even loads a model. On a CPU
     # the first is soon at the steps that are measured, and another process would be in its way.
     options.early_start = cuda if options.early_start is None else options.early_start

@@ -369,21 +369,21 @@ a GPU**; what was tried there is at the end.
 
 ON_A_GPU = """## On a GPU
 
-*GSM8K* (`python -m tests.benchmarks.gsm8k --model SmolLM2-135M-Instruct --data GSM8K`): the model learns GSM8K's
-training solutions first (three epochs, a minute), then three arms train it by the settings of
+*GSM8K* (`python -m tests.benchmarks.gsm8k --model SmolLM2-135M-Instruct --data GSM8K --rollouts 36`): the model learns
+GSM8K's training solutions first (three epochs, a minute), then three arms train it by the settings of
 `configs/papers/a_gsm8k.yaml` but for those the script lists, 36 rollouts of 28 × 16 completions each, six runs at a
-time on one H200 in eight minutes, stopped once and gone on. Pass@1 is over GSM8K's whole test set, four samples a
-problem at temperature 0.7; it was 0.053 before:
+time on one H200 in eight minutes. The command was stopped once before it had written a row, and went on; the rows are
+read from the runs' folders, without their seconds. Pass@1 is over GSM8K's whole test set, four samples a problem at
+temperature 0.7; it was 0.053 before:
 
 {gsm8k}
 
 **Nothing can be told apart.** Pass@1 ends between 0.049 and 0.064; 1,319 problems leave ± 0.008 to chance (twice the
 standard error), and the two seeds of an arm are up to 0.011 apart. Whether the mask stabilises, or v = 10 matches
 v = 1, is not answered at this size: a model of 135M solves one problem in seventeen, in six groups of ten all rewards
-are equal, and 36 steps are few. With four syncs instead of 36 (kl_behaviour at most 0.010
-instead of 0.003) there is no harm that shows. An earlier day's runs, before a mistake in vLLM's random numbers was
-found, ended between 0.052 and 0.063. Not run on a GPU: (10, 1) without the mask, (1, 10), more seeds, the other
-studies.
+are equal, and 36 steps are few. With four syncs instead of 36 (kl_behaviour at most 0.010 instead of 0.003) there is
+no harm that shows. An earlier day's runs, before a mistake in vLLM's random numbers was found, ended between 0.052 and
+0.063. Not run on a GPU: (10, 1) without the mask, (1, 10), more seeds, the other studies.
 
 *Throughput of v* (Mroueh et al.: v = 10 has 1.35 times the rollouts of v = 1, at 7B with one GPU that serves and seven
 that train). On one GPU engine and trainer take turns, and v saves syncs, sleeping and waking, and the ends of calls:
@@ -392,12 +392,12 @@ that train). On one GPU engine and trainer take turns, and v saves syncs, sleepi
 |---|---:|---:|---:|---:|
 | [1.5B](speed.md#on-one-h200), 448 × 512 tokens, two engines | 10.7 s | 9.3 s | 4.7, 3.6 s | 0.17, 0.01 s |
 | [the same](speed.md#before-packing) before packing, one engine | 23.5 s | 23.3 s | 11.2, 11.9 s | 0.50, 0.05 s |
-| [7B with LoRA](lora.md#7b-on-one-card), 128 × 256 tokens, one engine | 9.1 s | 7.0 s | 2.5, 1.5 s | 0.7, 0.06 s |
+| [7B with LoRA](lora.md#7b-on-one-card), 128 × 256 tokens, one engine | 9.1 s | 7.0 s | 2.5, 1.5 s | 0.30, 0.02 s |
 
 So v = 10 has 1.15 times the rollouts of v = 1 at 1.5B, and 1.29 times at 7B with LoRA (8.5 against 6.6 a minute; one
 rollout at v = 1, one cycle at v = 10). At 7B, of the 2.0 s that a rollout saves 1.1 are one long generation instead of
 ten short ones, in which the engine is never half empty (22,200 tokens a second instead of 12,900), and 0.9 are syncs,
-and a sleep that takes 14.7 GiB to the host and back; the update is the same. That is near the paper's 1.35, but not
+sleeping and waking, with 14.7 GiB to the host and back; the update is the same. That is near the paper's 1.35, but not
 for its reason: there servers sample while others train. [The simulation](simulation.md) says how much to expect of
 that, and what it assumes.
 """

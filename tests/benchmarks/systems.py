@@ -178,6 +178,7 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=options.peer_engine_memory,
         vllm_enable_sleep_mode=cuda and options.peer_sleeps,
+        vllm_importance_sampling_correction=options.peer_correction,
         per_device_train_batch_size=options.prompts * options.group // options.micro_batches,
         gradient_accumulation_steps=options.micro_batches,
         steps_per_generation=options.micro_batches * options.phases[0]["v"],
@@ -243,21 +244,17 @@ class Work:
         """Of every rollout, which is every step; None in a warm-up."""
         self.periods: list[int] = []
         """Of every cycle, how many rollouts it has; in a warm-up, lgrpo syncs before each."""
-        drawn: list[int] = []  # for steps that are skipped too: those measured are alike in both systems
-        rollouts: list[int] = []
+        self.lengths: list[int] = []
         for number, phase in enumerate(options.phases):
-            warm_up, steps, v, skipped = phase["warm_up"], phase["steps"], phase["v"], phase.get("skipped", 0)
+            warm_up, steps, v = phase["warm_up"], phase["steps"], phase["v"]
             self.phase_of += [None] * warm_up + [number] * steps
             self.periods += [1] * warm_up + [v] * (steps // v)
             of_all = (options.completion_tokens, options.mean_tokens, options.cap_tokens)
-            first = len(drawn) // self.size + skipped
-            rollouts += range(first, first + warm_up + steps)
-            drawn += lengths(phase["workload"], (skipped + warm_up + steps) * self.size, *of_all)
+            self.lengths += lengths(phase["workload"], (warm_up + steps) * self.size, *of_all)
         self.failure = "it did not come to the end of this phase"
-        self.longest = max(drawn)
-        texts = prompt_texts(Path(options.folder), options.prompt_tokens, len(drawn) // options.group)
-        self.lengths = [n for i in rollouts for n in drawn[i * self.size : (i + 1) * self.size]]
-        self.prompts = [text for i in rollouts for text in texts[i * options.prompts : (i + 1) * options.prompts]]
+        self.longest = max(self.lengths)
+        needed = options.prompts * len(self.phase_of)
+        self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, needed)
 
     def check(self, rollout: int, found: list[int], whole: list[int] | None = None) -> None:
         """A rollout's completions, and with their prompts, have the lengths they should have."""
@@ -297,7 +294,7 @@ class Work:
                 continue
             sampled, trained = self.tokens(number)
             figures = stages.figures(number, sampled, trained, parameters, self.options.peak_flops)
-            found.append(figures | {"parameters": parameters, "warm_up": phase["warm_up"]})
+            found.append(figures | {"parameters": parameters})
         return found
 
     def tokens(self, phase: int) -> tuple[float, float]:

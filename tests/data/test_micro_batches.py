@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import lightning as L
 import pytest
 from transformers import Qwen2Config
@@ -56,9 +58,25 @@ def test_what_cannot_be(data, trainer, message):
 
 
 def test_more_than_there_is_memory_for():
-    refuse_what_does_not_fit(1000, activations=6e9, logits=1e9, state=2e9, free=10e9)
+    refuse_what_does_not_fit(1000, lambda tokens: 6e6 * tokens + 1e9, state=2e9, free=10e9)
     with pytest.raises(ValueError, match=r"about 10\.2 GiB beside 1\.9 GiB .* about 700 tokens fit"):
-        refuse_what_does_not_fit(1000, activations=10e9, logits=1e9, state=2e9, free=10e9)
+        refuse_what_does_not_fit(1000, lambda tokens: 10e6 * tokens + 1e9, state=2e9, free=10e9)
+    with pytest.raises(ValueError, match="about 0 tokens fit"):
+        refuse_what_does_not_fit(1000, lambda tokens: 10e6 * tokens + 1e9, state=2e9, free=2e9)
+
+
+def test_as_many_as_it_says_do_fit():
+    config = Qwen2Config(**SHAPES["1.5b"])
+
+    def needs(tokens):
+        return activation_bytes(config, tokens, 2, False, 0.8) + logit_bytes(config, tokens, 4096)
+
+    with pytest.raises(ValueError, match="tokens fit") as error:
+        refuse_what_does_not_fit(40_000, needs, 0, 60 * 2**30)
+    fitting = int(re.search(r"about ([\d,]+) tokens", str(error.value))[1].replace(",", ""))
+    refuse_what_does_not_fit(fitting, needs, 0, 60 * 2**30)
+    with pytest.raises(ValueError, match=f"about {fitting:,} tokens fit"):
+        refuse_what_does_not_fit(fitting + 1, needs, 0, 60 * 2**30)
 
 
 @pytest.mark.parametrize(("share", "measured"), [(1.0, 26.8), (0.8, 16.9), (0.6, 15.1)])

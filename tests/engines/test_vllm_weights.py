@@ -37,6 +37,13 @@ def test_a_model_that_pads_is_left_to_vllm():
     assert Places.found(engine_model(rows=16), engine_layout(SHAPES)) is None
 
 
+def test_a_model_that_is_read_through_a_kernel_is_left_to_vllm():
+    """What is read there is a copy: it would be filled, and compared, beside the weights that vLLM samples from."""
+    model = engine_model()
+    model["qkv_proj"].cpu_linear = lambda x, weight, bias: nn.functional.linear(x, weight, bias)
+    assert Places.found(model, engine_layout(SHAPES)) is None
+
+
 def test_a_weight_that_nothing_reaches():
     model = engine_model()
     model["late"] = nn.Linear(2, 2, bias=False)
