@@ -104,9 +104,7 @@ def test_both_systems_in_one_run(as_on_a_gpu, tmp_path):
     assert [len(run["lgrpo"]["steps"]) for run in runs] == [1, 1, 2]
     assert [len(run["lgrpo"]["sync_each"]) for run in runs] == [1, 1, 1]
     assert runs[2]["trl"] == runs[0]["trl"], "TRL at v = 1"
-    assert [run["lgrpo"]["warm_up"] for run in runs] == [1, 1, 0]
-    assert [run["trl"]["warm_up"] for run in runs[:2]] == [1, 0 if as_on_a_gpu else 1]
-    assert ("steps: 1 after 1 (TRL 1 after 0)" in page.describe("a-machine", result)) == as_on_a_gpu
+    assert page.describe("a-machine", result).count("steps: 1 after 1") == 2
     assert result["machine"] == "a machine"
     assert check.main([str(tmp_path / "new.json"), str(tmp_path / "new.json")]) == 0
 
