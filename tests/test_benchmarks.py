@@ -164,6 +164,20 @@ def test_the_update_alone(tmp_path):
         assert figures["state_gib"] == pytest.approx(16 * figures["parameters"] / 2**30, rel=1e-3)
 
 
+def test_syncs_alone(tmp_path):
+    out, profile = tmp_path / "sync.json", tmp_path / "profile.txt"
+    command = [sys.executable, "-m", "tests.benchmarks.sync", "--shape", "demo", "--processes", "0", "1"]
+    command += ["--syncs", "2", "--out", str(out), "--profile", str(profile)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    alone, apart = json.loads(out.read_text())["runs"]
+    assert (alone["processes"], apart["processes"]) == (0, 1)
+    assert alone["num_bytes"] == apart["num_bytes"] > 500_000
+    assert len(alone["seconds"]) == len(apart["seconds"]) == 2
+    assert "the trainer's process: " in done.stdout
+    assert "tensor_checksum" in profile.read_text()
+
+
 class TestCheck:
     @pytest.mark.parametrize("name", sorted(KEPT))
     def test_a_kept_result_is_no_worse_than_itself_and_seconds_do_not_matter(self, name, tmp_path):
