@@ -249,8 +249,8 @@ def table(study: str) -> str:
     finals = {arm: {seed: row["pass@1"][-1] for seed, row in seeds.items()} for arm, seeds in rows.items()}
     baseline = finals.get(STUDIES[study].baseline, {})
     lines = [
-        "| arm | seeds | final pass@1 ± 95% | less baseline ± 95% | collapsed | spread | completions | syncs |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| arm | seeds | final pass@1 ± 95% | less baseline ± 95% | collapsed | spread | completions | syncs | seconds |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for arm, seeds in rows.items():
         mean = mean_interval(list(finals[arm].values()))
@@ -272,6 +272,7 @@ def table(study: str) -> str:
             f"{spread:.3f}",
             f"{one['completions']:,}",
             one["syncs"],
+            f"{statistics.median(row['seconds'] for row in seeds.values()):.0f}",
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -353,7 +354,9 @@ Made by `python -m tests.benchmarks.studies` from the rows it keeps in
 parameters learns to sort three digits, 200 optimizer steps, 128 completions in each) with the settings that
 `tests/benchmarks/studies.py` names; pass@1 is of 128 held-out problems, 8 samples each. *Less baseline* is paired by
 seed, and an interval that contains 0 means that these seeds do not tell the two apart. *Collapsed* counts seeds that
-end below half of where they began, *spread* is the standard deviation of the rollouts' reward over the last quarter.
+end below half of where they began, *spread* is the standard deviation of the rollouts' reward over the last quarter. A
+completion has at most five tokens. *Seconds* are a run's, the median of its seeds, two at a time on two cores; seeds
+were run on several days, beside other work on some, so what is told by them is what a row costs, not which is faster.
 
 What such a small task can show is how the algorithms compare on it, not how they would at 7B. **No row here was run on
 a GPU**; what was tried there is at the end.
