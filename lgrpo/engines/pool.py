@@ -31,11 +31,10 @@ from lgrpo.engines.base import (
 )
 from lgrpo.engines.children import visible_devices
 from lgrpo.engines.ledger import Sent, WeightSyncError
-from lgrpo.engines.pool_member import LaidOut, bare, laid_out
-from lgrpo.engines.pool_process import MemberProcess
+from lgrpo.engines.pool_member import bare
+from lgrpo.engines.pool_process import MemberProcess, hand_over
 from lgrpo.engines.vllm import VLLMEngine
 from lgrpo.engines.vllm_process import check_lengths
-from lgrpo.functional import AT_ONCE, chunks
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 OF_THE_TRAINER = (
@@ -50,8 +49,6 @@ OF_THE_TRAINER = (
 )
 """How variables begin that tell a process which of the trainer's ranks it is."""
 _ROOM = 4 * 2**30
-_PARCEL = 2 * AT_ONCE
-"""Bytes of weights that go to a member together."""
 
 
 @final
@@ -245,55 +242,14 @@ class EnginePool(RolloutEngine):
     def _hand_over(
         self, members: Sequence[MemberProcess], weights: PolicyWeights, version: int, timeout: float
     ) -> tuple[Sent, list[EngineFailure]]:
-        """The same weights for several members, half a gigabyte at a time. Who fails is left out, and dropped.
-
-        While members read one parcel the next is made. A member that asks for more may not be done with the last of the
-        tensors it has taken (``AT_ONCE``): so the parcel it asks after stays until it asks again.
-        Of a policy that is spread over ranks, all ranks gather each tensor: so it goes on to the last in any case.
-        """
-        sent = Sent(dtype=getattr(self.engine, "dtype", None))
-        failures: dict[MemberProcess, EngineFailure] = {}
-
-        def each(action: Callable[[MemberProcess], Any]) -> None:
-            for member in members:
-                if member not in failures:
-                    try:
-                        action(member)
-                    except EngineFailure as failure:
-                        failures[member] = failure
-
-        def give(number: int, parcel: LaidOut) -> None:
-            each(lambda member: member.give(parcel, weights.config, version, number, timeout))
-
-        def wait_until_read() -> None:
-            each(lambda member: member.expect("next", timeout))
-            for path in files[:-1]:
-                path.unlink(missing_ok=True)
-
+        """The same weights for several members. Who fails is dropped."""
         assert self._folder is not None
-        files: list[Path] = []
-        lying: list[LaidOut] = []
-        try:
-            for number, chunk in enumerate(chunks(sent.through(weights), _PARCEL)):
-                files.append(self._folder / f"weights-{number}.safetensors")
-                parcel = laid_out(chunk, files[-1])
-                chunk.clear()  # before more of them are made
-                if lying:
-                    wait_until_read()
-                lying = [*lying[-1:], parcel]
-                give(number, parcel)
-            wait_until_read()
-            each(lambda member: member.send(None, timeout))
-            each(lambda member: member.answer(timeout))
-        finally:
-            for path in files:
-                path.unlink(missing_ok=True)
+        sent = Sent(dtype=getattr(self.engine, "dtype", None))
+        failures = hand_over(members, weights, sent, version, self._folder, timeout)
         for member in failures:
             member.close()
             if member in self._members:
                 self._members.remove(member)
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()
         return sent, list(failures.values())
 
     def _begin_again(self, weights: PolicyWeights, version: int) -> Sent:

@@ -1,4 +1,4 @@
-"""The trainer's end of the pipe to a member of a pool."""
+"""The trainer's end of the pipe to a member of a pool, and how weights go through several of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.base import EngineError, EngineFailure, RolloutEngine
 from lgrpo.engines.children import kill_process, start_process, telling_lines
-from lgrpo.engines.pool_member import LaidOut, packed
+from lgrpo.engines.ledger import Sent
+from lgrpo.engines.pool_member import LaidOut, laid_out, packed
+from lgrpo.functional import AT_ONCE, chunks
+from lgrpo.types import PolicyWeights
 
+_PARCEL = 2 * AT_ONCE
+"""Bytes of weights that go to a member together."""
 _COMMAND = """
 import os, shutil, signal, sys  # before all that takes long: the trainer may end meanwhile
 signal.signal(signal.SIGTERM, lambda *_: (shutil.rmtree(os.path.dirname(sys.argv[2]), True), os._exit(0)))
@@ -184,3 +190,61 @@ class MemberProcess:
             code = ""
         self.kill()
         return EngineFailure(f"a process of the pool ended{code}{telling_lines(self.log)}")
+
+
+def hand_over(
+    members: Sequence[MemberProcess], weights: PolicyWeights, sent: Sent, version: int, folder: Path, timeout: float
+) -> dict[MemberProcess, EngineFailure]:
+    """The same weights for several members, half a gigabyte at a time. Who fails is left out.
+
+    While members read one parcel the next is made. A member that asks for more may not be done with the last of the
+    tensors it has taken (``AT_ONCE``): so the parcel it asks after stays until it asks again.
+    Of a policy that is spread over ranks, all ranks gather each tensor: so it goes on to the last in any case.
+
+    Args:
+        members: Who is to have them.
+        weights: Of the policy.
+        sent: Notes what goes.
+        version: Which sync it is.
+        folder: For files, where weights are not on a GPU.
+        timeout: Seconds each message may take.
+    """
+    failures: dict[MemberProcess, EngineFailure] = {}
+    files: list[Path] = []
+    lying: list[LaidOut] = []
+
+    def each(action: Callable[[MemberProcess], Any]) -> None:
+        for member in members:
+            if member not in failures:
+                try:
+                    action(member)
+                except EngineFailure as failure:
+                    failures[member] = failure
+
+    def give(number: int, parcel: LaidOut) -> None:
+        each(lambda member: member.give(parcel, weights.config, version, number, timeout))
+
+    def wait_until_read() -> None:
+        each(lambda member: member.expect("next", timeout))
+        for path in files[:-1]:
+            path.unlink(missing_ok=True)
+
+    try:
+        for number, chunk in enumerate(chunks(sent.through(weights), _PARCEL)):
+            files.append(folder / f"weights-{number}.safetensors")
+            parcel = laid_out(chunk, files[-1])
+            chunk.clear()  # before more of them are made
+            if lying:
+                wait_until_read()
+            lying = [*lying[-1:], parcel]
+            give(number, parcel)
+        wait_until_read()
+        each(lambda member: member.send(None, timeout))
+        each(lambda member: member.answer(timeout))
+    finally:
+        for path in files:
+            path.unlink(missing_ok=True)
+    lying.clear()
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
+    return failures

@@ -126,11 +126,13 @@ class VLLMEngine(RolloutEngine):
             dtype = self.dtype or next(iter(weights))[1].dtype
             self._llm = self._build(weights.config, dtype)
             self._layout, self._places = {}, None
+        if self._places is not None and not self._places.are_current():
+            self._layout, self._places = {}, None  # to be found again
         self._wake("weights")
         sent = Sent(dtype=self._llm_dtype)
         try:
             with isolated(), torch.no_grad():
-                if self._places is not None and self._places.are_current():  # else vLLM takes its layers apart
+                if self._places is not None:  # else vLLM takes its layers apart
                     self._places.fill(sent.through(weights, copy=False))
                 else:
                     self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent.through(weights)})
@@ -143,7 +145,7 @@ class VLLMEngine(RolloutEngine):
             raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
         self._config = weights.config
         layout = engine_layout(sent.shapes)
-        if layout != self._layout or (self._places is not None and not self._places.are_current()):
+        if layout != self._layout:
             self._layout = layout
             model = self._llm.llm_engine.model_config
             is_plain = model.quantization is None and not model.use_mla  # else it keeps more than it is given

@@ -195,7 +195,7 @@ class TestManyParcels:
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        monkeypatch.setattr("lgrpo.engines.pool._PARCEL", 4096)
+        monkeypatch.setattr("lgrpo.engines.pool_process._PARCEL", 4096)
 
     def test_all_of_them_arrive(self, policy, pool):
         other, given = build_policy(), []
