@@ -335,8 +335,9 @@ VERDICTS = {
     "staleness": (
         "without a ratio pass@1 falls with the lag (0.79, 0.75, 0.61 at v = 1, 5, 20), and π/α holds it (0.81, 0.83, "
         "0.77): the shape of AReaL's table. Offline it turns round: π/α clipped around one stops at 0.52, and "
-        "stays nearest to α (0.29 nats), while no ratio reaches 0.75 and clips around π_k/α 0.77. No run collapsed. At one step on each rollout π/π_k and no "
-        "ratio are one gradient, and so are eq. 6 and the decoupled loss: their rows are equal, seed by seed."
+        "stays nearest to α (0.29 nats), while no ratio reaches 0.75 and clips around π_k/α 0.77. No run collapsed. At "
+        "one step on each rollout π/π_k and no ratio are one gradient, and so are eq. 6 and the decoupled loss: their "
+        "rows are equal, seed by seed."
     ),
     "paper_b": (
         "importance sampling does not help: without it one-side (0.80 against 0.71) and ring (0.77 against 0.64) end "
