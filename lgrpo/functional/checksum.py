@@ -71,8 +71,10 @@ def _bits(tensor: Tensor) -> Tensor:
     """A tensor's bits as whole numbers, eight bytes each where that comes out even."""
     bits = tensor.detach().contiguous().flatten()
     bits = bits.view(_BITS[bits.element_size()])
-    if bits.numel() % (8 // bits.element_size()) == 0:
-        bits = (bits.clone() if bits.data_ptr() % 8 else bits).view(torch.int64)
+    in_one = 8 // bits.element_size()
+    if bits.numel() % in_one == 0:
+        is_off = bits.data_ptr() % 8 or bits.storage_offset() % in_one  # of nothing, only the second tells
+        bits = (bits.clone() if is_off else bits).view(torch.int64)
     return bits
 
 

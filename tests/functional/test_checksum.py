@@ -49,13 +49,13 @@ def test_in_pieces_as_in_one():
 
 
 def several(device: str) -> list[torch.Tensor]:
-    """Tensors of every type and of many sizes, one of them not where eight bytes begin."""
+    """Tensors of every type and of many sizes, two of them not where eight bytes begin."""
     draw = torch.Generator().manual_seed(0)
     sizes = [1, 3, 4, 4096, 4099, 2**20 + 4, 2]
     tensors = [torch.randn(size, generator=draw).to(dtype) for size in sizes for dtype in BITS]
     tensors += [torch.tensor([-3, 5], dtype=torch.int8), torch.randn(8, 6, generator=draw).t(), torch.zeros(0)]
     tensors = [tensor.to(device) for tensor in tensors]
-    return [*tensors, tensors[10][1:]]
+    return [*tensors, tensors[10][1:], tensors[0][1:]]
 
 
 def test_many_at_once():
