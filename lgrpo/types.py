@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -164,11 +165,11 @@ class RolloutBatch:
         order = order[: max(int(live.sum()), num_micro_batches)]
         lengths = self.lengths.tolist()
         bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
-        loads = [0] * num_micro_batches
-        for row in order:  # longest first, into the lightest bin; an empty bin before any other
-            lightest = min(range(num_micro_batches), key=lambda b: (bool(bins[b]), loads[b]))
+        loads = [(False, 0, number) for number in range(num_micro_batches)]  # the lightest first, before it empty ones
+        for row in order:  # longest first
+            _, load, lightest = heappop(loads)
             bins[lightest].append(row)
-            loads[lightest] += lengths[row]
+            heappush(loads, (True, load + lengths[row], lightest))
         return [self.select(torch.tensor(sorted(rows))) for rows in bins]
 
     def state_dict(self) -> dict[str, Any]:

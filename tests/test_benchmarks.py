@@ -92,6 +92,7 @@ def test_both_systems_in_one_run(as_on_a_gpu, tmp_path):
         ("fixed", 1, None),
         ("realistic", 1, None),
         ("fixed", 2, "also v"),
+        ("realistic", 2, "also v"),
     ]
     for run, system in product(runs, ("lgrpo", "trl")):
         figures = run[system]
@@ -99,11 +100,14 @@ def test_both_systems_in_one_run(as_on_a_gpu, tmp_path):
         assert figures["stages"]["generate"] > 0
         assert figures["stages"]["update"] > 0
         assert 0 < figures["own_share"] < 1
-        assert figures["sampled_tokens"] == run["lgrpo"]["sampled_tokens"]
+        if run is not runs[3]:
+            assert figures["sampled_tokens"] == run["lgrpo"]["sampled_tokens"]
+    of_realistic = [runs[3][system]["step_seconds"] / runs[3][system]["trained_tokens"] for system in ("trl", "lgrpo")]
+    assert runs[3]["ratio"] == of_realistic[0] / of_realistic[1], "for the same number of tokens"
     assert runs[0]["lgrpo"]["sampled_tokens"] == 2 * 4 * 6
-    assert [len(run["lgrpo"]["steps"]) for run in runs] == [1, 1, 2]
-    assert [len(run["lgrpo"]["sync_each"]) for run in runs] == [1, 1, 1]
-    assert runs[2]["trl"] == runs[0]["trl"], "TRL at v = 1"
+    assert [len(run["lgrpo"]["steps"]) for run in runs] == [1, 1, 2, 2]
+    assert [len(run["lgrpo"]["sync_each"]) for run in runs] == [1, 1, 1, 1]
+    assert [run["trl"] for run in runs[2:]] == [run["trl"] for run in runs[:2]], "TRL at v = 1"
     assert page.describe("a-machine", result).count("steps: 1 after 1") == 2
     assert result["machine"] == "a machine"
     assert check.main([str(tmp_path / "new.json"), str(tmp_path / "new.json")]) == 0
@@ -238,3 +242,14 @@ def test_the_page_shows_the_kept_results():
 
 def test_the_page_of_studies_is_that_of_the_kept_rows():
     assert studies.PAGE.read_text(encoding="utf-8") == studies.page()
+
+
+@pytest.mark.parametrize(("v", "sequences"), [(1, 4), (10, 40), (400, 1024)])
+def test_a_cache_for_all_that_is_decoded_at_a_time(v, sequences, tmp_path):
+    """With less, a cycle in one call is no faster than its rollouts one by one."""
+    make_model(tmp_path, "demo", 64)
+    phases = [{"workload": "fixed", "v": v, "steps": v, "warm_up": 0}]
+    sizes = {"prompts": 2, "group": 2, "prompt_tokens": 4, "completion_tokens": 6, "mean_tokens": 5.0, "cap_tokens": 9}
+    work = Work(Namespace(folder=tmp_path, processes=2, phases=phases, **sizes))
+    each = (4 + 6) * 2 * 2 * 96 * 2 / 2**30  # tokens, layers, keys and values, width, bytes
+    assert work.cache_gib() == pytest.approx(1.1 * sequences * each)

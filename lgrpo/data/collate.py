@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -32,21 +33,21 @@ def collate_rollout(
     starts = torch.tensor([len(p.token_ids) for p in prompts])
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     size, width = len(completions), int((starts + lengths).max())
-    tokens = torch.full((size, width), pad_token_id, dtype=torch.int64)
-    logprobs = torch.zeros(size, width, dtype=torch.float32)
+    tokens = np.full((size, width), pad_token_id, dtype=np.int64)
+    logprobs = np.zeros((size, width), dtype=np.float32)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         start, end = len(prompt.token_ids), len(prompt.token_ids) + len(completion.token_ids)
-        tokens[i, :end] = torch.tensor(prompt.token_ids + completion.token_ids)
-        logprobs[i, start:end] = torch.tensor(completion.logprobs, dtype=torch.float32)
+        tokens[i, :start], tokens[i, start:end] = prompt.token_ids, completion.token_ids  # torch reads lists slowly
+        logprobs[i, start:end] = completion.logprobs
     column = torch.arange(width)
     attention_mask = column < (starts + lengths)[:, None]
     completion_mask = attention_mask & (column >= starts[:, None])
     return RolloutBatch(
-        tokens=tokens,
+        tokens=torch.from_numpy(tokens),
         attention_mask=attention_mask,
         completion_mask=completion_mask,
         loss_mask=completion_mask.clone(),
-        behaviour_logprobs=logprobs,
+        behaviour_logprobs=torch.from_numpy(logprobs),
         rewards=as_rewards(scores),
         advantages=torch.zeros(size, width),
         behaviour_step=torch.tensor([c.behaviour_step for c in completions]),

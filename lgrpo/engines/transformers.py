@@ -76,7 +76,10 @@ class TransformersEngine(RolloutEngine):
         return model.requires_grad_(False)
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:
-        return named_checksums(self._held().state_dict().items())
+        held = self._held().state_dict()
+        first = {tensor.data_ptr(): name for name, tensor in reversed(held.items())}  # a tied head is read once
+        found = named_checksums((name, held[name]) for name in first.values())
+        return {name: found[first[tensor.data_ptr()]] for name, tensor in held.items()}
 
     def held_weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._held().state_dict().items()}
@@ -266,7 +269,7 @@ def _decode(
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [B] drawn from logits [B, V] by inverse transform, and their log-probabilities, truncation included."""
-    logprobs = torch.log_softmax(logits / sampling.temperature, dim=-1)
+    logprobs = torch.log_softmax(logits if sampling.temperature == 1 else logits / sampling.temperature, dim=-1)
     if sampling.is_truncated:
         ordered, order = logprobs.sort(dim=-1, descending=True)
         keep = ordered.exp() >= sampling.min_p * ordered[:, :1].exp()

@@ -60,35 +60,34 @@ class StepMetrics(Metric):
         counts only where ``behaviour_known`` is set.
         """
         live = mask.any(1)
-        ages = lag[live & ~lag.isnan()]
-        all_log_ratios, log_ratio = log_ratio, log_ratio[mask & behaviour_known].double()
-        ratio = ratio[mask & (behaviour_known | ~ratio.isnan())].double()
-        kl_behaviour = log_ratio.exp() - 1 - log_ratio  # k3 of KL(π_α ‖ π_θ): tokens are α's own
-        mismatch = (
-            all_log_ratios[mask & (lag == 0)[:, None]].double().abs()
-        )  # α is π_θ there, computed by another engine
+        has_lag, is_known = live & ~lag.isnan(), mask & behaviour_known
+        has_ratio, is_fresh = mask & (behaviour_known | ~ratio.isnan()), mask & (lag == 0)[:, None]
+        log_ratio_known = _where(is_known, log_ratio)
+        kl_behaviour = log_ratio_known.exp() - 1 - log_ratio_known  # k3 of KL(π_α ‖ π_θ): tokens are α's own
+        mismatch = log_ratio.abs()  # where they are fresh α is π_θ, computed by another engine
+        ratio_known = _where(has_ratio, ratio)
         values = (
-            loss.double(),
+            loss,
             mask.sum(),
             live.sum(),
-            ratio.sum(),
-            ratio.square().sum(),
-            clipped_low[mask].sum(),
-            clipped_high[mask].sum(),
+            ratio_known.sum(),
+            ratio_known.square().sum(),
+            _where(mask, clipped_low).sum(),
+            _where(mask, clipped_high).sum(),
             kl_behaviour.sum(),
-            torch.zeros(()) if kl_reference is None else kl_reference[mask].sum(),
-            entropy[mask].sum(),
-            ages.sum(),
-            len(ages),
-            len(ratio),
-            len(log_ratio),
-            mismatch.numel(),
-            mismatch.sum(),
+            loss.new_zeros(()) if kl_reference is None else _where(mask, kl_reference).sum(),
+            _where(mask, entropy).sum(),
+            _where(has_lag, lag).sum(),
+            has_lag.sum(),
+            has_ratio.sum(),
+            is_known.sum(),
+            is_fresh.sum(),
+            _where(is_fresh, mismatch).sum(),
         )
-        self.sums += torch.stack([torch.as_tensor(value).to(self.sums) for value in values])
-        nothing = self.maxima.new_full((1,), -torch.inf)
-        largest = [torch.cat([some.to(nothing), nothing]).max() for some in (ratio, -ratio, ages, mismatch)]
-        self.maxima = torch.maximum(self.maxima, torch.stack(largest))
+        self.sums += torch.stack([value.double() for value in values])
+        pairs = (has_ratio, ratio), (has_ratio, -ratio), (has_lag, lag), (is_fresh, mismatch)
+        largest = torch.stack([_where(some, each, -torch.inf).max() for some, each in pairs])
+        self.maxima = torch.maximum(self.maxima, largest)
 
     def compute(self) -> dict[str, float]:
         total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
@@ -118,3 +117,8 @@ class StepMetrics(Metric):
             "kl_reference": mean["kl_reference"],
             "entropy": mean["entropy"],
         }
+
+
+def _where(mask: Tensor, values: Tensor, otherwise: float = 0.0) -> Tensor:
+    """Values where a mask is set. To pick them out would make the trainer wait for a GPU to count them."""
+    return torch.where(mask, values.double(), otherwise)

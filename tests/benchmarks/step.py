@@ -11,7 +11,8 @@ system does with its memory and in what order is its own business. Results are w
     python -m tests.benchmarks.step --model FOLDER             # any model of Hugging Face
     python -m tests.benchmarks.step --sweep v group length     # cost against v, G and length as well
     python -m tests.benchmarks.step --threads 1 --clock cpu    # on a machine that others use too
-    python -m tests.benchmarks.step --device cuda --no-checkpointing --engine-memory 0.15 --also-v 10
+    python -m tests.benchmarks.step --device cuda --no-checkpointing --engine-memory 0.15 --processes 2 --steps 1 \
+        --workload fixed --also-v 10                           # on a GPU, in about eight minutes
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -42,7 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {  # lengths are scaled down on a CPU: by 16,
     "demo": {"prompts": 32, "group": 8, "prompt_tokens": 6, "completion_tokens": 32, "mean_tokens": 19.0}
     | {"cap_tokens": 64, "micro_batches": 1, "steps": 10, "warm_up": 3},
     "folder": {"prompts": 4, "group": 4, "prompt_tokens": 8, "completion_tokens": 16, "mean_tokens": 10.0}
-    | {"cap_tokens": 32, "micro_batches": 1, "steps": 2, "warm_up": 1},
+    | {"cap_tokens": 32, "micro_batches": 1, "steps": 4, "warm_up": 2},
     "cuda": {"prompts": 28, "group": 16, "prompt_tokens": 100, "completion_tokens": 512, "mean_tokens": 300.0}
     | {"cap_tokens": 1024, "micro_batches": 28, "steps": 2, "warm_up": 1},
 }
@@ -113,7 +115,9 @@ def compare(
                 if one not in processes:
                     processes[one] = stack.enter_context(start(one, options, [phases[i] for i in parts[one]]))
             chosen = [runs[i] for i in places]
+            begin = time.perf_counter()
             found = measure(processes[system], options.limit, [phases[i] for i in places])
+            print(f"{system}: {time.perf_counter() - begin:.0f} s, with its start and warm-up", flush=True)
             for run, figures in zip(chosen, found, strict=True):
                 run[system] = figures
             for error in dict.fromkeys(str(run[system]["error"]) for run in chosen if "error" in run[system]):
@@ -123,9 +127,9 @@ def compare(
         if run["settings"]["v"] != options.v:
             run["sweep"] = "also v"
             beside_trl(run, runs)
-        ours, peer = (run.get(system, {}).get("step_seconds") for system in ("lgrpo", "trl"))
-        if ours and peer:
-            run["ratio"] = peer / ours
+        if all("step_seconds" in run.get(system, {}) for system in ("lgrpo", "trl")):
+            ours, peer = (run[system]["step_seconds"] / run[system]["trained_tokens"] for system in ("lgrpo", "trl"))
+            run["ratio"] = peer / ours  # a cycle of realistic lengths has other tokens than one step
     yield runs
 
 
@@ -277,9 +281,7 @@ def main() -> None:
             options.folder = name
         jobs: list[tuple[str | None, argparse.Namespace, list[dict[str, Any]]]] = []
         main_ones = [phase(options, w, options.v, options.steps, options.warm_up) for w in workloads if w != "none"]
-        main_ones += [
-            phase(options, "fixed", v, v, 0 if "fixed" in workloads else options.warm_up) for v in options.also_v
-        ]
+        main_ones += [phase(options, w, v, v, 0) for v in options.also_v for w in workloads if w != "none"]
         jobs += [(None, options, main_ones)] if main_ones else []
         for sweep in options.sweep:
             field, values, systems = SWEEPS[sweep]

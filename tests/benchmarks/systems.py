@@ -304,10 +304,15 @@ class Work:
         return sampled, sampled + self.size * self.options.prompt_tokens
 
     def cache_gib(self) -> float:
-        """Keys and values of a rollout's completions in two bytes each, and a tenth more."""
+        """Keys and values, in two bytes each and a tenth more, of a rollout's completions, all of them the longest.
+
+        In cycles of several rollouts: of as many as the engines decode at a time, and at least that.
+        """
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.options.folder)
         width = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
-        each = self.options.prompt_tokens + self.longest
-        return 1.1 * self.size * each * config.num_hidden_layers * 2 * width * 2 / 2**30
+        at_a_time = min(self.size * max(self.periods), self.options.processes * VLLMEngine().max_num_seqs)
+        each, mean = self.options.prompt_tokens + self.longest, sum(self.lengths) / len(self.lengths)
+        tokens = max(self.size * each, at_a_time * (self.options.prompt_tokens + mean))
+        return 1.1 * tokens * config.num_hidden_layers * 2 * width * 2 / 2**30
