@@ -173,16 +173,18 @@ def test_token_logprobs_and_entropy(temperature):
 
 
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_gradient_of_token_logprobs(dtype, tolerance, compile):
-    """Against autograd through the textbook's formula, in float32."""
+def test_gradient_of_token_logprobs(dtype, tolerance, temperature, compile):
+    """Against autograd through the textbook's formula, in float32. The logits stay as they are."""
     torch.manual_seed(0)
     logits = torch.randn(5, 33).mul(3).to(dtype).requires_grad_()
     targets, weights = torch.randint(0, 33, (5,)), torch.randn(5)
-    got, _ = F.token_logprobs(logits, targets, 0.7, compile=compile)
+    plain = logits.detach().float().clone().requires_grad_()
+    got, _ = F.token_logprobs(logits, targets, temperature, compile=compile)
     (gradient,) = torch.autograd.grad((got * weights).sum(), logits)
-    plain = logits.detach().float().requires_grad_()
-    whole = torch.log_softmax(plain / 0.7, -1).gather(-1, targets[:, None])[:, 0]
+    assert torch.equal(logits.float(), plain)
+    whole = torch.log_softmax(plain / temperature, -1).gather(-1, targets[:, None])[:, 0]
     (expected,) = torch.autograd.grad((whole * weights).sum(), plain)
     assert torch.allclose(got, whole, atol=1e-5)
     assert gradient.dtype == dtype

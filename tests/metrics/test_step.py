@@ -1,0 +1,107 @@
+"""Figures of a step, against loops over its tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lgrpo.metrics.step import StepMetrics
+
+
+def micro_batch(seed, device="cpu"):
+    """Rows of every kind: fresh, old, recorded with and without log-probabilities, and one that is not live."""
+    draw = torch.Generator().manual_seed(seed)
+    mask = torch.rand(5, 7, generator=draw) < 0.6
+    mask[4] = False
+    mask[:4, 2] = True
+    known = torch.ones(5, 7, dtype=torch.bool)
+    known[3] = False
+    log_ratio = torch.randn(5, 7, generator=draw).where(known, torch.nan)
+    given = {
+        "loss": torch.randn((), generator=draw),
+        "mask": mask,
+        "log_ratio": log_ratio.where(mask, torch.nan),  # what is not live must not show, whatever it is
+        "ratio": log_ratio.exp().where(mask, torch.inf),
+        "clipped_low": torch.rand(5, 7, generator=draw) < 0.3,
+        "clipped_high": torch.rand(5, 7, generator=draw) < 0.3,
+        "entropy": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
+        "kl_reference": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
+        "lag": torch.tensor([0.0, 3.0, torch.nan, torch.nan, 9.0]),
+        "behaviour_known": known,
+    }
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def by_loops(batches):
+    tokens = [(b, i, j) for b in batches for i, j in b["mask"].nonzero().tolist()]
+    with_ratio = [float(b["ratio"][i, j]) for b, i, j in tokens if b["behaviour_known"][i, j]]
+    log_ratios = [math.log(ratio) for ratio in with_ratio]
+    fresh = [abs(float(b["log_ratio"][i, j])) for b, i, j in tokens if b["lag"][i] == 0]
+    lags = [float(b["lag"][i]) for b in batches for i in range(5) if b["mask"][i].any() and not b["lag"][i].isnan()]
+
+    def mean(numbers):
+        return sum(numbers) / len(numbers)
+
+    of_all = {
+        name: mean([float(b[key][i, j]) for b, i, j in tokens])
+        for name, key in {
+            "clip_fraction_low": "clipped_low",
+            "clip_fraction_high": "clipped_high",
+            "entropy": "entropy",
+            "kl_reference": "kl_reference",
+        }.items()
+    }
+    return of_all | {
+        "loss": sum(float(b["loss"]) for b in batches),
+        "live_tokens": len(tokens),
+        "engine_mismatch_mean": mean(fresh),
+        "engine_mismatch_max": max(fresh),
+        "lag": mean(lags),
+        "lag_max": max(lags),
+        "ratio_mean": mean(with_ratio),
+        "ratio_std": mean([(r - mean(with_ratio)) ** 2 for r in with_ratio]) ** 0.5,
+        "ratio_min": min(with_ratio),
+        "ratio_max": max(with_ratio),
+        "kl_behaviour": mean([math.exp(x) - 1 - x for x in log_ratios]),
+    }
+
+
+def test_against_loops():
+    metrics, batches = StepMetrics(), [micro_batch(seed) for seed in range(3)]
+    for batch in batches:
+        metrics.update(**batch)
+    assert metrics.compute() == pytest.approx(by_loops(batches), rel=1e-5)
+
+
+def test_without_a_reference_and_a_live_token():
+    metrics, batch = StepMetrics(), micro_batch(0)
+    metrics.update(**batch | {"kl_reference": None})
+    assert metrics.compute()["kl_reference"] == 0
+    metrics.reset()
+    metrics.update(**batch | {"mask": torch.zeros(5, 7, dtype=torch.bool)})
+    assert metrics.compute() == {"loss": pytest.approx(float(batch["loss"])), "live_tokens": 0}
+
+
+def test_of_a_recording_alone():
+    """Its log-probabilities are not known: no ratio, no lag, no divergence from the behaviour policy."""
+    metrics, batch = StepMetrics(), micro_batch(0)
+    mask = torch.zeros(5, 7, dtype=torch.bool)
+    mask[3] = batch["mask"][3]
+    metrics.update(**batch | {"mask": mask})
+    none_of_these = {"lag", "ratio_mean", "kl_behaviour", "engine_mismatch_mean"}
+    assert not none_of_these & metrics.compute().keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_nothing_is_waited_for():
+    metrics, batches = StepMetrics().cuda(), [micro_batch(seed, "cuda") for seed in range(3)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            metrics.update(**batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert metrics.compute() == pytest.approx(by_loops([micro_batch(seed) for seed in range(3)]), rel=1e-5)
