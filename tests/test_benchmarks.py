@@ -245,11 +245,12 @@ def test_the_page_of_studies_is_that_of_the_kept_rows():
 
 
 @pytest.mark.parametrize(("v", "sequences"), [(1, 4), (10, 40), (400, 1024)])
-def test_a_cache_for_all_that_is_decoded_at_a_time(v, sequences, tmp_path):
-    """With less, a cycle in one call is no faster than its rollouts one by one."""
+@pytest.mark.parametrize("also", [[], [{"workload": "realistic", "v": 1, "steps": 2, "warm_up": 1}]])
+def test_a_cache_for_all_that_is_decoded_at_a_time(v, sequences, also, tmp_path):
+    """With less, a cycle in one call is no faster than its rollouts one by one, whatever else is measured."""
     make_model(tmp_path, "demo", 64)
-    phases = [{"workload": "fixed", "v": v, "steps": v, "warm_up": 0}]
-    sizes = {"prompts": 2, "group": 2, "prompt_tokens": 4, "completion_tokens": 6, "mean_tokens": 5.0, "cap_tokens": 9}
+    phases = [*also, {"workload": "fixed", "v": v, "steps": v, "warm_up": 0}]
+    sizes = {"prompts": 2, "group": 2, "prompt_tokens": 4, "completion_tokens": 6, "mean_tokens": 1.0, "cap_tokens": 3}
     work = Work(Namespace(folder=tmp_path, processes=2, phases=phases, **sizes))
     each = (4 + 6) * 2 * 2 * 96 * 2 / 2**30  # tokens, layers, keys and values, width, bytes
     assert work.cache_gib() == pytest.approx(1.1 * sequences * each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -37,8 +38,8 @@ def collate_rollout(
     logprobs = np.zeros((size, width), dtype=np.float32)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         start, end = len(prompt.token_ids), len(prompt.token_ids) + len(completion.token_ids)
-        tokens[i, :start], tokens[i, start:end] = prompt.token_ids, completion.token_ids  # torch reads lists slowly
-        logprobs[i, start:end] = completion.logprobs
+        tokens[i, :end] = array("q", prompt.token_ids + completion.token_ids)  # torch reads lists slowly
+        logprobs[i, start:end] = array("f", completion.logprobs)  # refuses what is not a number
     column = torch.arange(width)
     attention_mask = column < (starts + lengths)[:, None]
     completion_mask = attention_mask & (column >= starts[:, None])

@@ -77,9 +77,10 @@ class TransformersEngine(RolloutEngine):
 
     def held_checksums(self, sent: Sent) -> dict[str, int]:
         held = self._held().state_dict()
-        first = {tensor.data_ptr(): name for name, tensor in reversed(held.items())}  # a tied head is read once
+        places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in held.items()}
+        first = {place: name for name, place in places.items()}  # a tied head is read once
         found = named_checksums((name, held[name]) for name in first.values())
-        return {name: found[first[tensor.data_ptr()]] for name, tensor in held.items()}
+        return {name: found[first[place]] for name, place in places.items()}
 
     def held_weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._held().state_dict().items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -46,6 +47,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits, targets, normaliser = ctx.saved_tensors
         slope = _compiled(_slope) if ctx.compile else _slope_in_place
@@ -74,8 +76,9 @@ def _slope(logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor
 def _slope_in_place(
     logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float
 ) -> Tensor:
-    """The same, bit for bit, in the memory of one tensor."""
-    slope = (_scaled(logits, temperature) - normaliser.unsqueeze(-1)).exp_()
+    """The same numbers, in the memory of one tensor."""
+    scaled, normaliser = _scaled(logits, temperature), normaliser.unsqueeze(-1)
+    slope = (scaled - normaliser if scaled is logits else scaled.sub_(normaliser)).exp_()
     places = targets.unsqueeze(-1)
     slope.scatter_add_(-1, places, slope.new_full((), -1.0).expand(places.shape))
     return slope.mul_((gradient / -temperature).unsqueeze(-1)).to(logits.dtype)

@@ -9,7 +9,6 @@ from torchmetrics import Metric
 _SUMS = (
     "loss",
     "tokens",
-    "sequences",
     "ratio",
     "ratio_squared",
     "clipped_low",
@@ -69,7 +68,6 @@ class StepMetrics(Metric):
         values = (
             loss,
             mask.sum(),
-            live.sum(),
             ratio_known.sum(),
             ratio_known.square().sum(),
             _where(mask, clipped_low).sum(),
@@ -86,8 +84,9 @@ class StepMetrics(Metric):
         )
         self.sums += torch.stack([value.double() for value in values])
         pairs = (has_ratio, ratio), (has_ratio, -ratio), (has_lag, lag), (is_fresh, mismatch)
-        largest = torch.stack([_where(some, each, -torch.inf).max() for some, each in pairs])
-        self.maxima = torch.maximum(self.maxima, largest)
+        nothing = self.maxima.new_full((1,), -torch.inf)
+        largest = [torch.cat([_where(some, each, -torch.inf).flatten(), nothing]).max() for some, each in pairs]
+        self.maxima = torch.maximum(self.maxima, torch.stack(largest))
 
     def compute(self) -> dict[str, float]:
         total = dict(zip(_SUMS, self.sums.tolist(), strict=True))

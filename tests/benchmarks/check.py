@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.step import SWEEPS
+
 RESULTS = Path(__file__).parent / "results"
 SAME = ("workload", "v", "prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens")
 OWN_SHARE = 0.05
@@ -32,12 +34,13 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
         name += "".join(f", {field} {settings[field]}" for field in SAME[1:] if settings.get(field) is not None)
         ours, peer = run.get("lgrpo", {}), run.get("trl", {})
         if "step_seconds" in ours and "step_seconds" in peer:
-            found.setdefault(f"time of a step over TRL's: {name}", ours["step_seconds"] / peer["step_seconds"])
+            each = [figures["step_seconds"] / figures["trained_tokens"] for figures in (ours, peer)]
+            found.setdefault(f"time of a step over TRL's: {name}", each[0] / each[1])
             if "peak_gib" in ours and "peak_gib" in peer:
                 found.setdefault(f"memory over TRL's: {name}", ours["peak_gib"] / peer["peak_gib"])
         if "own_share" in ours:
             found.setdefault(f"own share of a step: {name}", ours["own_share"])
-        if (sweep := run.get("sweep")) and "step_seconds" in ours:
+        if (sweep := run.get("sweep")) in SWEEPS and "step_seconds" in ours:
             start = first.setdefault(sweep, ours["step_seconds"])
             if start != ours["step_seconds"]:
                 found[f"time of a step over the first of the sweep of {sweep}: {name}"] = ours["step_seconds"] / start

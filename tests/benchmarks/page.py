@@ -38,7 +38,7 @@ def describe(name: str, result: dict[str, Any]) -> str:
             if s["workload"] == "fixed"
             else f"log-normal lengths, mean {s['mean_tokens']:g}, at most {s['cap_tokens']}"
         )
-        v = f"{s['v']} (TRL 1)" if run["sweep"] else s["v"]
+        v = f"{s['v']} (TRL 1)" if run["sweep"] and "trl" in run else s["v"]
         title = (
             f"**{result['model']}, {s['workload']} lengths**: {s['prompts']} prompts of {s['prompt_tokens']} tokens × "
             f"{s['group']} completions, {tokens}; v = {v}, micro-batches: {s['micro_batches']}; "

@@ -11,8 +11,7 @@ system does with its memory and in what order is its own business. Results are w
     python -m tests.benchmarks.step --model FOLDER             # any model of Hugging Face
     python -m tests.benchmarks.step --sweep v group length     # cost against v, G and length as well
     python -m tests.benchmarks.step --threads 1 --clock cpu    # on a machine that others use too
-    python -m tests.benchmarks.step --device cuda --no-checkpointing --engine-memory 0.15 --processes 2 --steps 1 \
-        --workload fixed --also-v 10                           # on a GPU, in about eight minutes
+    python -m tests.benchmarks.step --device cuda --no-checkpointing --engine-memory 0.15 --processes 2 --also-v 10
 """
 
 from __future__ import annotations
@@ -234,6 +233,8 @@ def parse() -> argparse.Namespace:
         parser.error(
             f"{options.prompts} prompts × {options.group} cannot be cut into {options.micro_batches} micro-batches"
         )
+    if options.also_v and options.workload == ["none"]:
+        parser.error("--also-v goes with a workload, and there is none")
     if options.processes is None:
         options.processes = 2 if small and not cuda and options.threads is None and (os.cpu_count() or 1) > 1 else 0
     if options.clock == "cpu" and options.processes:

@@ -395,8 +395,8 @@ that train). On one GPU engine and trainer take turns, and v saves syncs, sleepi
 | [the same](speed.md#before-packing) before packing, one engine | 23.5 s | 23.3 s | 11.2, 11.9 s | 0.50, 0.05 s |
 | [7B with LoRA](lora.md#7b-on-one-card), 128 × 256 tokens, one engine | 9.1 s | 7.0 s | 2.5, 1.5 s | 0.30, 0.02 s |
 
-So v = 10 has 1.15 times the rollouts of v = 1 at 1.5B where the engines have room for more than one of them (and
-none more where they have not), and 1.29 times at 7B with LoRA (8.5 against 6.6 a minute; one
+So v = 10 has 1.15 times the rollouts of v = 1 at 1.5B (and none more on the day when the engines had room for one of
+them only), and 1.29 times at 7B with LoRA (8.5 against 6.6 a minute; one
 rollout at v = 1, one cycle at v = 10). At 7B, of the 2.0 s that a rollout saves 1.1 are one long generation instead of
 ten short ones, in which the engine is never half empty (22,200 tokens a second instead of 12,900), and 0.9 are syncs,
 sleeping and waking, with 14.7 GiB to the host and back; the update is the same. That is near the paper's 1.35, but not

@@ -310,9 +310,10 @@ class Work:
         """
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self.options.folder)
-        width = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
-        at_a_time = min(self.size * max(self.periods), self.options.processes * VLLMEngine().max_num_seqs)
-        each, mean = self.options.prompt_tokens + self.longest, sum(self.lengths) / len(self.lengths)
-        tokens = max(self.size * each, at_a_time * (self.options.prompt_tokens + mean))
-        return 1.1 * tokens * config.num_hidden_layers * 2 * width * 2 / 2**30
+        config, prompt = AutoConfig.from_pretrained(self.options.folder), self.options.prompt_tokens
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        at_most, tokens = self.options.processes * VLLMEngine().max_num_seqs, self.size * (prompt + self.longest)
+        for number, phase in enumerate(self.options.phases):
+            mean = self.tokens(number)[0] / self.size
+            tokens = max(tokens, min(self.size * phase["v"], at_most) * (prompt + mean))
+        return 1.1 * tokens * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2 / 2**30

@@ -11,7 +11,10 @@ from lgrpo.metrics.step import StepMetrics
 
 
 def micro_batch(seed, device="cpu"):
-    """Rows of every kind: fresh, old, recorded with and without log-probabilities, and one that is not live."""
+    """Rows of every kind: fresh, old, recorded with and without log-probabilities, and one that is not live.
+
+    Where the behaviour policy is not known, a loss may still have a ratio of its own, as in one token here.
+    """
     draw = torch.Generator().manual_seed(seed)
     mask = torch.rand(5, 7, generator=draw) < 0.6
     mask[4] = False
@@ -19,13 +22,15 @@ def micro_batch(seed, device="cpu"):
     known = torch.ones(5, 7, dtype=torch.bool)
     known[3] = False
     log_ratio = torch.randn(5, 7, generator=draw).where(known, torch.nan)
+    ratio = log_ratio.exp()
+    ratio[3, 2] = 1.5
     given = {
         "loss": torch.randn((), generator=draw),
         "mask": mask,
         "log_ratio": log_ratio.where(mask, torch.nan),  # what is not live must not show, whatever it is
-        "ratio": log_ratio.exp().where(mask, torch.inf),
+        "ratio": ratio.where(mask, torch.inf),
         "clipped_low": torch.rand(5, 7, generator=draw) < 0.3,
-        "clipped_high": torch.rand(5, 7, generator=draw) < 0.3,
+        "clipped_high": (torch.rand(5, 7, generator=draw) < 0.3).float(),
         "entropy": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
         "kl_reference": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
         "lag": torch.tensor([0.0, 3.0, torch.nan, torch.nan, 9.0]),
@@ -36,8 +41,8 @@ def micro_batch(seed, device="cpu"):
 
 def by_loops(batches):
     tokens = [(b, i, j) for b in batches for i, j in b["mask"].nonzero().tolist()]
-    with_ratio = [float(b["ratio"][i, j]) for b, i, j in tokens if b["behaviour_known"][i, j]]
-    log_ratios = [math.log(ratio) for ratio in with_ratio]
+    with_ratio = [float(b["ratio"][i, j]) for b, i, j in tokens if not b["ratio"][i, j].isnan()]
+    log_ratios = [float(b["log_ratio"][i, j]) for b, i, j in tokens if b["behaviour_known"][i, j]]
     fresh = [abs(float(b["log_ratio"][i, j])) for b, i, j in tokens if b["lag"][i] == 0]
     lags = [float(b["lag"][i]) for b in batches for i in range(5) if b["mask"][i].any() and not b["lag"][i].isnan()]
 
@@ -84,11 +89,19 @@ def test_without_a_reference_and_a_live_token():
     assert metrics.compute() == {"loss": pytest.approx(float(batch["loss"])), "live_tokens": 0}
 
 
+def test_of_no_rows():
+    metrics, batch = StepMetrics(), micro_batch(0)
+    metrics.update(**{name: tensor[:0] if tensor.ndim else tensor for name, tensor in batch.items()})
+    metrics.update(**batch)
+    assert metrics.compute() == pytest.approx(by_loops([batch]) | {"loss": 2 * float(batch["loss"])}, rel=1e-5)
+
+
 def test_of_a_recording_alone():
     """Its log-probabilities are not known: no ratio, no lag, no divergence from the behaviour policy."""
     metrics, batch = StepMetrics(), micro_batch(0)
     mask = torch.zeros(5, 7, dtype=torch.bool)
     mask[3] = batch["mask"][3]
+    mask[3, 2] = False
     metrics.update(**batch | {"mask": mask})
     none_of_these = {"lag", "ratio_mean", "kl_behaviour", "engine_mismatch_mean"}
     assert not none_of_these & metrics.compute().keys()

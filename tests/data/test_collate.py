@@ -1,0 +1,40 @@
+"""Completions as a batch of tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lgrpo.data.collate import collate_rollout
+from lgrpo.types import Completion, Prompt
+
+
+def collate(prompts, completions):
+    given = [Prompt(text="…", token_ids=ids, row={}, position=place) for place, ids in enumerate(prompts)]
+    found = [
+        Completion(token_ids=ids, logprobs=logprobs, text="…", finish_reason="stop", behaviour_step=3, version=0)
+        for ids, logprobs in completions
+    ]
+    settings = {"group_size": 1, "pad_token_id": 9, "temperature": 1.0, "max_tokens": 4, "rollout": 0}
+    return collate_rollout(given, found, [0.0] * len(found), **settings)
+
+
+def test_prompt_completion_padding():
+    batch = collate([[1, 2], [3], [4, 5, 6]], [([7], [-0.5]), ([8, 150_000], [-1.25, math.nan]), ([], [])])
+    assert batch.tokens.tolist() == [[1, 2, 7], [3, 8, 150_000], [4, 5, 6]]
+    assert batch.tokens.dtype == torch.int64
+    assert batch.completion_mask.tolist() == [[False, False, True], [False, True, True], [False] * 3]
+    assert batch.behaviour_logprobs.dtype == torch.float32
+    assert batch.behaviour_logprobs[0].tolist() == [0, 0, -0.5]
+    assert batch.behaviour_logprobs[1, 1] == -1.25
+    assert batch.behaviour_logprobs[1, 2].isnan(), "not known"
+    assert collate([[1]], [([2, 3], [-1, -2])]).behaviour_logprobs.tolist() == [[0, -1, -2]]
+
+
+@pytest.mark.parametrize(("ids", "logprobs"), [([7, 8], [-0.5, None]), (["7", 8], [-0.5, -0.5]), ([7.5], [-0.5])])
+def test_what_is_not_a_number_is_refused(ids, logprobs):
+    """numpy would make NaN of nothing, and a token of a text: the one would train as not known, silently."""
+    with pytest.raises(TypeError):
+        collate([[1]], [(ids, logprobs)])
