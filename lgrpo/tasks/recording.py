@@ -284,4 +284,6 @@ def _checked(place: str, one: dict[str, Any]) -> dict[str, Any]:
     ids, logprobs = one.get("token_ids"), one.get("logprobs")
     if logprobs is not None and (ids is None or len(ids) != len(logprobs)):
         raise ValueError(f"{place}: logprobs has one number for each of token_ids, and these do not fit together")
+    if wrong := [number for number in logprobs or [] if not isinstance(number, int | float)]:
+        raise ValueError(f"{place}: logprobs has {wrong[0]!r} in it; where one is not known, leave all of them out")
     return one

@@ -410,6 +410,10 @@ def test_broken_recordings(recorded, tmp_path, damage, message):
             "4 of 4 recorded completions .* have no reward: add them .lgrpo sc",
         ),
         ([{"prompt": "1>", "completion": "1", "logprobs": [0.1], "reward": 1}], "do not fit together"),
+        (
+            [{"prompt": "1>", "completion": "1", "token_ids": [3, 1], "logprobs": [-0.5, None], "reward": 1}],
+            "logprobs has None in it; where one is not known, leave all",
+        ),
         ([{"prompt": "1>", "completion": "1", "token_ids": [5], "reward": 1}] * 4, "do not spell its text '1'"),
         ([], "holds no completion"),
     ],
