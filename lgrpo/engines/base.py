@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.ledger import Sent, SyncRecord
 from lgrpo.types import Adapter, Completion, PolicyWeights, Prompt
+
+_T = TypeVar("_T")
 
 OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
 """Told of a prompt, by its place among those that were asked for, and of all its completions."""
@@ -79,6 +81,16 @@ class EngineError(RuntimeError):
 
 class EngineFailure(EngineError):
     """An engine that ran has failed by no fault of what it was asked: started again it may answer."""
+
+
+def each(those: Iterable[_T], failures: dict[_T, EngineFailure], action: Callable[[_T], Any]) -> None:
+    """Does something with every one that has not failed yet, and notes who fails."""
+    for one in those:
+        if one not in failures:
+            try:
+                action(one)
+            except EngineFailure as failure:
+                failures[one] = failure
 
 
 def bear(failure: EngineFailure, number: int, max_failures: int) -> None:

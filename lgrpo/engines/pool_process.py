@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.engines.base import EngineError, EngineFailure, RolloutEngine
+from lgrpo.engines.base import EngineError, EngineFailure, RolloutEngine, each
 from lgrpo.engines.children import kill_process, start_process, telling_lines
 from lgrpo.engines.ledger import Sent
 from lgrpo.engines.pool_member import LaidOut, laid_out, packed
@@ -213,19 +213,11 @@ def hand_over(
     files: list[Path] = []
     lying: list[LaidOut] = []
 
-    def each(action: Callable[[MemberProcess], Any]) -> None:
-        for member in members:
-            if member not in failures:
-                try:
-                    action(member)
-                except EngineFailure as failure:
-                    failures[member] = failure
-
     def give(number: int, parcel: LaidOut) -> None:
-        each(lambda member: member.give(parcel, weights.config, version, number, timeout))
+        each(members, failures, lambda member: member.give(parcel, weights.config, version, number, timeout))
 
     def wait_until_read() -> None:
-        each(lambda member: member.expect("next", timeout))
+        each(members, failures, lambda member: member.expect("next", timeout))
         for path in files[:-1]:
             path.unlink(missing_ok=True)
 
@@ -239,8 +231,8 @@ def hand_over(
             lying = [*lying[-1:], parcel]
             give(number, parcel)
         wait_until_read()
-        each(lambda member: member.send(None, timeout))
-        each(lambda member: member.answer(timeout))
+        each(members, failures, lambda member: member.send(None, timeout))
+        each(members, failures, lambda member: member.answer(timeout))
     finally:
         for path in files:
             path.unlink(missing_ok=True)

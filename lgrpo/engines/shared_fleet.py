@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from lgrpo.engines.base import GO_ON, EngineError, EngineFailure, RolloutEngine
+from lgrpo.engines.base import GO_ON, EngineError, EngineFailure, RolloutEngine, each
 from lgrpo.engines.fleet import Fleet
 from lgrpo.engines.ledger import Sent, SyncRecord
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.together import Line
-from lgrpo.engines.vllm_transfer import Failures, each
+from lgrpo.engines.vllm_transfer import Failures
 from lgrpo.types import PolicyWeights
 
 _GUARD_PERIOD = 2.0

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from lgrpo.engines.base import EngineError, EngineFailure
+from lgrpo.engines.base import EngineError, EngineFailure, each
 from lgrpo.engines.ledger import Sent
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.vllm_adapter import adapter_flags, read_adapter, write_adapter
@@ -30,16 +30,6 @@ from lgrpo.types import PolicyWeights
 
 Failures = dict[VLLMServer, EngineFailure]
 """Servers that failed, and of what."""
-
-
-def each(servers: Iterable[VLLMServer], failures: Failures, action: Callable[[VLLMServer], Any]) -> None:
-    """Does something with every server that has not failed yet."""
-    for server in servers:
-        if server not in failures:
-            try:
-                action(server)
-            except EngineFailure as failure:
-                failures[server] = failure
 
 
 class FileTransfer:

@@ -37,13 +37,13 @@ def make_engine(processes: int) -> RolloutEngine:
 
 
 def measure(policy: CausalPolicy, processes: int, syncs: int, profile: Path | None) -> dict[str, Any]:
-    """Seconds of every sync after the first."""
+    """Seconds of every sync after the first, without one more that is watched."""
     engine, profiler = make_engine(processes), cProfile.Profile()
-    for step in range(syncs + 1):
+    for step in range(syncs + 1 + (profile is not None)):
         with torch.no_grad():
             for weight in policy.parameters():
                 weight.add_(1e-3)
-        if profile and step == syncs:
+        if step > syncs:
             profiler.enable()
         engine.load_weights(policy.weights(), step, num_rollouts=1)
         profiler.disable()
@@ -53,7 +53,7 @@ def measure(policy: CausalPolicy, processes: int, syncs: int, profile: Path | No
         with profile.open("w") as file:
             pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(40)
     engine.close()
-    seconds = [record.seconds for record in engine.ledger[1:]]
+    seconds = [record.seconds for record in engine.ledger[1 : syncs + 1]]
     return {"processes": processes, "num_bytes": engine.ledger[-1].num_bytes, "seconds": seconds}
 
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--processes", type=int, nargs="+", default=[0, 2], help="of an EnginePool; 0: the trainer's")
     parser.add_argument("--syncs", type=int, default=6, help="after the first, which starts the engines")
-    parser.add_argument("--profile", type=Path, help="write where the last sync's time goes in this process")
+    parser.add_argument("--profile", type=Path, help="one more: write where its time goes in this process")
     parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
     options = parser.parse_args()
     if options.syncs < 1:
