@@ -107,9 +107,11 @@ class Member:
         self._is_interrupted = False
 
     def _interrupt(self, *_: Any) -> None:
-        """Nobody waits for this generation any more. A message that has begun is finished first."""
-        self._is_interrupted = self._is_generating
-        if self._is_generating and not self._is_sending:
+        """Nobody waits for this generation any more: it may be told so often. A message is finished first."""
+        if not self._is_generating or self._is_interrupted:
+            return
+        self._is_interrupted = True
+        if not self._is_sending:
             raise KeyboardInterrupt
 
     def receive(self, config: PretrainedConfig | None, version: int, first: Parcel) -> None:
@@ -153,22 +155,30 @@ class Member:
         seed: int,
         held: tuple[int, int],
     ) -> dict[str, float]:
-        """Sends each group as soon as it is there. How often the engine failed meanwhile, and recovered."""
+        """Says that it begins, and sends each group as soon as it is there.
+
+        Returns:
+            How often the engine failed meanwhile, and recovered.
+        """
         engine, (step, version) = self._engine, held
         if engine.version != version:
             raise EngineError(f"a member of the pool holds version {engine.version} of the weights, not {version}")
         assert self._tokenizer is not None
         engine.step, engine.spent = step, False
 
-        def give(place: int, group: list[Completion]) -> None:
+        def say(word: str, what: Any) -> None:
             self._is_sending = True
-            self._connection.send(("group", (places[place], group)))
+            self._connection.send((word, what))
             self._is_sending = False
             if self._is_interrupted:
                 raise KeyboardInterrupt
 
-        self._is_generating, self._is_interrupted = True, False
+        def give(place: int, group: list[Completion]) -> None:
+            say("group", (places[place], group))
+
         try:
+            self._is_interrupted, self._is_generating = False, True
+            say("begun", None)
             engine.generate(prompts, num_samples, sampling, seed, self._tokenizer, give)
         finally:
             self._is_generating = False

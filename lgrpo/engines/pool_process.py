@@ -95,9 +95,10 @@ class MemberProcess:
         return self.answer(timeout)
 
     def ask(self, name: str, *arguments: Any, timeout: float) -> None:
-        """Gives an order. One before it that nobody waited for, since it was interrupted, is finished first."""
+        """Gives an order. One before it that nobody waited for, since it was interrupted, is ended first."""
         while self._is_asked:
             self._next(timeout)  # for nobody, errors too
+            self.interrupt()  # again: the first time it may not have begun
         self.send((name, arguments), timeout)
         self._is_asked = True
 

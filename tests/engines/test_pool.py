@@ -111,20 +111,12 @@ def test_other_weights(policy, pool):
 
 def test_a_generation_that_is_interrupted(policy, pool, alone, monkeypatch):
     """A checkpoint, and the next generation, do not wait for what is left of it."""
-    finished = []
+    finished, heard = [], heard_by(monkeypatch)
 
     def interrupt(place, group):
         finished.append(place)
         raise KeyboardInterrupt
 
-    heard, hear = [], MemberProcess._next
-
-    def listen(member, timeout):
-        word, what = hear(member, timeout)
-        heard.append(word)
-        return word, what
-
-    monkeypatch.setattr(MemberProcess, "_next", listen)
     many = prompts(policy, *TEXTS) * 2000
     with pytest.raises(KeyboardInterrupt):
         pool.generate(many, 4, SAMPLING, 7, policy.tokenizer, interrupt)
@@ -134,6 +126,37 @@ def test_a_generation_that_is_interrupted(policy, pool, alone, monkeypatch):
     assert len(finished) == 1
     assert heard.count("group") < len(many) / 2, "they left it"
     assert all(member.is_alive for member in pool._members)
+
+
+def test_a_generation_that_is_interrupted_before_a_process_begins(policy, pool, alone, monkeypatch):
+    """The order lies in its pipe when it is told to leave it."""
+    slow, heard = pool._members[1].process.pid, heard_by(monkeypatch)
+
+    def interrupt(place, group):
+        raise KeyboardInterrupt
+
+    pool._members[1].learn(policy.tokenizer, 60)
+    os.kill(slow, signal.SIGSTOP)
+    many = prompts(policy, *TEXTS) * 300
+    with pytest.raises(KeyboardInterrupt):
+        pool.generate(many, 4, SAMPLING, 7, policy.tokenizer, interrupt)
+    os.kill(slow, signal.SIGCONT)
+    assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy))
+    assert heard.count("group") < len(many) / 2, "both left it"
+    assert all(member.is_alive for member in pool._members)
+
+
+def heard_by(monkeypatch):
+    """What a pool's processes say from now on."""
+    heard, hear = [], MemberProcess._next
+
+    def listen(member, timeout):
+        word, what = hear(member, timeout)
+        heard.append(word)
+        return word, what
+
+    monkeypatch.setattr(MemberProcess, "_next", listen)
+    return heard
 
 
 def test_an_error_is_raised_once(policy, pool):
