@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -16,9 +17,10 @@ from jsonargparse import Namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
+from lgrpo.arguments import keep_texts, with_config_of_run
 from lgrpo.callbacks import (
     EndAtOnce,
     EngineSync,
@@ -94,7 +96,8 @@ class LGRPOCLI(LightningCLI):
             "--run",
             type=str | None,
             default=None,
-            help="Folder of the run: metrics, completions, checkpoints, config. A new one under runs/ by default.",
+            help="Folder of the run: metrics, completions, checkpoints, config. A new one under runs/ by default. One "
+            "that fails before its first sync can be begun again in the same.",
         )
         parser.add_argument(
             "--checkpoints",
@@ -115,6 +118,12 @@ class LGRPOCLI(LightningCLI):
                 "checkpoint.enable_version_counter": False,  # last.ckpt is always the newest
             }
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        super().parse_arguments(parser, args)
+        if isinstance(args, list):
+            command = self.config.get("subcommand")
+            keep_texts(self.config[command] if command else self.config, args)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -245,12 +254,23 @@ class LGRPOCLI(LightningCLI):
         """A run that was stopped and can go on says so by its exit code."""
         try:
             super()._run_subcommand("fit")
-        except SystemExit:
+        except BaseException as error:
+            self._leave_run_folder()
+            if not isinstance(error, SystemExit):
+                raise
             if self._interrupt.saved is not None:
                 raise SystemExit(RESUMABLE) from None
             if self._interrupt.signal is not None:
                 raise SystemExit(128 + self._interrupt.signal) from None
             raise
+
+    @rank_zero_only
+    def _leave_run_folder(self) -> None:
+        """Where nothing happened yet, it stands in nobody's way when the mistake is mended and the run begun again."""
+        folder = self.run_folder
+        has_metrics = any(folder.glob("metrics/*/metrics.csv"))
+        if not has_metrics and {path.name for path in folder.iterdir()} <= {"config.yaml", "metrics", "tensorboard"}:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -316,24 +336,6 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     for text in ("Please use DTensor instead", "`_get_pg_default_device` will be", "Multiple backends are registered"):
         warnings.filterwarnings("ignore", message=text)  # torch's first FSDP, of itself
-
-
-def with_config_of_run(args: list[str]) -> list[str]:
-    """Before ``--checkpoints RUN``, where no ``--config`` is given, the one RUN was made with."""
-    options = [arg.partition("=")[0] for arg in args]
-    if args[:1] not in (["validate"], ["test"]) or "--checkpoints" not in options:
-        return args
-    place = options.index("--checkpoints")
-    run = Path(args[place].partition("=")[2] or "".join(args[place + 1 : place + 2]))
-    if not run.is_dir():
-        raise SystemExit(f"lgrpo: --checkpoints names the folder of a run, and there is none at {run}")
-    if "--config" in options:
-        return args
-    config = next((folder / "config.yaml" for folder in (run, run.parent) if (folder / "config.yaml").exists()), None)
-    if config is None:
-        raise SystemExit(f"lgrpo: there is no config.yaml in {run}: give the config it was made with by --config")
-    own = ["--ckpt_path=null", *([] if "--run" in options else [f"--run={config.parent}"])]
-    return [args[0], f"--config={config}", *own, *args[1:]]
 
 
 def main(args: list[str] | None = None) -> None:

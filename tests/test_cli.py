@@ -11,11 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 import yaml
 
-from lgrpo.cli import LGRPOCLI, RESUMABLE, main
+from lgrpo.cli import LGRPOCLI, RESUMABLE, ParseOnly, main
 from lgrpo.report import read_series
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -139,6 +140,19 @@ def test_completions_can_be_read(finished):
     assert all(row["prompt"].endswith(">") and row["lag"] == 0 for row in rows)
 
 
+@pytest.mark.parametrize(
+    "text", ["Answer: yes", "Question: {question}", "- {question}", "# {question}", "Solve {question}"]
+)
+@pytest.mark.parametrize("between", ["=", None])
+def test_texts_are_kept_as_they_are_typed(text, between):
+    """jsonargparse would make ``{'Answer': True}`` of the first."""
+    option = "--data.task.init_args.template.system" if between else "--data.task.template.system"
+    given = [f"{option}={text}"] if between else [option, text]
+    config = ParseOnly([*with_base("papers/a_gsm8k.yaml"), *given, "--data.task.template.chat=true"]).config
+    assert config.data.task.init_args.template.system == text
+    assert config.data.task.init_args.template.chat is True
+
+
 def test_an_existing_run_folder_is_not_touched(finished, tmp_path):
     run, _ = finished
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -148,6 +162,40 @@ def test_an_existing_run_folder_is_not_touched(finished, tmp_path):
     assert "--ckpt_path last" in done.stderr
     assert "Traceback" not in done.stderr
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("--data.engine.max_sequences=0", "max_sequences is 0"),
+        ("--data.sampling.max_tokens=1000", "max_tokens is 1000"),
+        ("--trainer.callbacks=tests.test_cli.FailsToBegin", "not today"),
+    ],
+)
+def test_a_run_that_never_began_does_not_stand_in_its_own_way(tmp_path, mistake, message):
+    run = f"--run={tmp_path / 'run'}"
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            main(["fit", *with_base("demo.yaml"), *QUICK, run, mistake])
+    assert not list(tmp_path.glob("run/*"))
+
+
+def test_a_run_that_began_keeps_its_folder(tmp_path):
+    with pytest.raises(RuntimeError, match="no more"):
+        main(["fit", *with_base("demo.yaml"), *QUICK, f"--run={tmp_path}", "--trainer.callbacks=tests.test_cli.Fails"])
+    assert (tmp_path / "config.yaml").is_file()
+    assert (tmp_path / "syncs.jsonl").is_file()
+
+
+class FailsToBegin(L.Callback):
+    def on_fit_start(self, trainer, pl_module):
+        assert (Path(trainer.default_root_dir) / "config.yaml").is_file()
+        raise RuntimeError("not today")
+
+
+class Fails(L.Callback):
+    def on_train_batch_end(self, *_):
+        raise RuntimeError("no more")
 
 
 @pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])

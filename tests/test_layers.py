@@ -12,7 +12,7 @@ import lgrpo
 ROOT = Path(lgrpo.__file__).parent
 LAYERS = [
     {"types"},
-    {"functional", "settings"},
+    {"functional", "settings", "arguments"},
     {"metrics", "rewards"},
     {"advantages", "losses", "policy", "engines", "hooks", "tasks", "checkpoints", "loggers"},
     {"module", "data", "callbacks"},

@@ -42,6 +42,8 @@ class Template:
                     f"template.{name} has a brace that encloses no field: a brace of the text itself is doubled, as in "
                     f"\\boxed{{{{}}}}; it is {getattr(self, name)!r}"
                 )
+        if not self.fields():
+            raise ValueError(f"template.prompt reads no field of a row, so that all prompts are one: {self.prompt!r}")
         if self.system is not None and not self.chat:
             raise ValueError("template.system is the system message of a chat: set template.chat, or leave it out")
         if self.chat_options and not self.chat:

@@ -43,6 +43,11 @@ def test_the_chat_template_is_given_its_options(tokenizer):
         Template(chat=True, chat_options={"tokenize": True})
 
 
+def test_a_prompt_without_a_field():
+    with pytest.raises(ValueError, match=r"reads no field of a row, so that all prompts are one: 'Solve\.'"):
+        Template(prompt="Solve.")
+
+
 def test_examples_with_fields_missing():
     with pytest.raises(ValueError, match=r"example 1 of the template has no \['solution'\], only \['question'\]"):
         Template(examples=[EXAMPLES[0], {"question": "2"}])
