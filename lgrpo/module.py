@@ -10,6 +10,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -39,6 +40,9 @@ from lgrpo.settings import (
     tokenizer_fingerprint,
 )
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
+
+COMPUTED_IN = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What the trainer computes in, by its precision, where that is not what it keeps weights in."""
 
 
 class GRPOModule(L.LightningModule):
@@ -115,13 +119,20 @@ class GRPOModule(L.LightningModule):
 
     def policy_weights(self) -> PolicyWeights:
         """The policy's weights as they are now."""
-        return self.policy.weights()
+        return replace(self.policy.weights(), computed_in=self._computed_in)
 
     def reference_weights(self) -> PolicyWeights:
         """The reference's weights."""
         if self.reference is None:
             raise RuntimeError("no reference is kept: the loss has no KL term (kl_coef is 0)")
-        return self.reference.weights()
+        return replace(self.reference.weights(), computed_in=self._computed_in)
+
+    @property
+    def _computed_in(self) -> torch.dtype | None:
+        """Precision of the trainer's arithmetic on a GPU; None: that of the weights."""
+        if self._trainer is None or self._trainer.strategy.root_device.type != "cuda":
+            return None  # not every processor has it
+        return COMPUTED_IN.get(str(self._trainer.precision))
 
     @torch.no_grad()
     def refresh_reference(self, decay: float = 0.0) -> None:

@@ -10,6 +10,7 @@ from jsonargparse import Namespace
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lgrpo.data.micro_batches import micro_batches_for
+from lgrpo.module import COMPUTED_IN
 from lgrpo.policy import CausalPolicy, LoRA, add_adapter
 from lgrpo.policy.memory import activation_bytes, in_words, logit_bytes
 
@@ -147,7 +148,7 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
         "gradients": bytes_each * num_parameters,
         optimizer: state * num_parameters,
         "reference": bytes_each * num_parameters * needs_reference,
-        "engine's copy": bytes_each * num_parameters,
+        **_engine_bytes(config, num_parameters, bytes_each),
     }
     if policy.lora is not None:  # adapters are float32, and the reference is one of them
         trained = 4 * num_trained
@@ -174,6 +175,21 @@ def _memory(config: Namespace, tokens: float) -> list[tuple[str, str]]:
             f"{in_words(logits)} (prompts not counted)",
         ),
     ]
+
+
+def _engine_bytes(config: Namespace, num_parameters: int, bytes_each: int) -> dict[str, int]:
+    """What engines beside the trainer hold, in their own precision; bytes_each is the policy's."""
+    engine, copies = config.data.engine or Namespace(class_path="", init_args=Namespace()), 1
+    if "num_processes" in engine.init_args:
+        copies = engine.init_args.num_processes
+        engine = engine.init_args.engine or Namespace(class_path="lgrpo.engines.VLLMEngine", init_args=Namespace())
+    dtype = engine.init_args.get("dtype")
+    if dtype is not None:
+        bytes_each = getattr(torch, dtype).itemsize
+    elif getattr(locate(engine.class_path), "follows_precision", False) and config.trainer.accelerator != "cpu":
+        bytes_each = min(bytes_each, COMPUTED_IN.get(str(config.trainer.precision), torch.float32).itemsize)
+    name = "engine's copy" if copies == 1 else f"engines' {copies} copies"
+    return {name: copies * bytes_each * num_parameters}
 
 
 def _optimizer_state(class_path: str, bytes_each: int) -> tuple[str, float]:

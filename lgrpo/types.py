@@ -231,6 +231,8 @@ class PolicyWeights:
     tensors: NamedTensors
     adapter: Adapter | None = None
     """The same weights in two parts, where only one of them is trained: an engine that has the other needs no more."""
+    computed_in: torch.dtype | None = None
+    """What the trainer computes in, where that is coarser than what it keeps weights in."""
 
     @classmethod
     def adapted(cls, config: PretrainedConfig, adapter: Adapter) -> PolicyWeights:

@@ -284,6 +284,12 @@ def test_parts_of_the_users_own(tmp_path):
     assert "word: ahoy" in shown
 
 
+def test_an_overlay_for_speed_keeps_what_the_base_says():
+    files = [f"--config={CONFIGS / name}" for name in ("papers/a_gsm8k.yaml", "fast.yaml")]
+    optimizer = ParseOnly(files).config.model.optimizer.init_args
+    assert (optimizer.lr, optimizer.fused) == (5e-6, True)
+
+
 class TestPlan:
     def plan(self, capsys, *options):
         main(["plan", *with_base("demo.yaml"), *options])
@@ -323,6 +329,19 @@ class TestPlan:
         assert self.plan(capsys, dapo)["zero-variance groups"].startswith("sampled again with other prompts, 4 times")
         rows = self.plan(capsys, "--weight_sync.period=null")
         assert rows["sync"] == "before the first rollout only"
+
+    def test_an_engine_in_what_the_trainer_computes_in(self, capsys):
+        vllm, fast = (f"--config={CONFIGS / name}.yaml" for name in ("vllm", "fast"))
+        on_gpu = ["--trainer.accelerator=auto", "--trainer.precision=bf16-mixed"]
+        assert "engine's copy 0.9 MiB" in self.plan(capsys, *on_gpu)["memory, held"], (
+            "the embedded one keeps the policy's"
+        )
+        assert "engine's copy 0.9 MiB" in self.plan(capsys, vllm)["memory, held"]
+        assert "engine's copy 0.4 MiB" in self.plan(capsys, vllm, *on_gpu)["memory, held"]
+        own = self.plan(capsys, vllm, *on_gpu, "--data.engine.dtype=float32")
+        assert "engine's copy 0.9 MiB" in own["memory, held"]
+        assert "engines' 2 copies 0.9 MiB" in self.plan(capsys, fast, *on_gpu)["memory, held"]
+        assert "engines' 2 copies 1.7 MiB" in self.plan(capsys, fast)["memory, held"], "on a CPU"
 
     def test_length_of_a_run_as_lightning_counts_it(self, capsys):
         by_steps = self.plan(capsys, "--trainer.max_epochs=null", "--trainer.max_steps=1000")

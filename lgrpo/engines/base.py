@@ -118,6 +118,8 @@ class RolloutEngine(ABC):
     """Whether ``generate`` may run in another thread while the trainer updates."""
     replays = False
     """Whether some of its completions are recorded: sampled by no policy of this run."""
+    follows_precision = False
+    """Whether, without a ``dtype`` of its own, it holds weights in what the trainer computes in."""
 
     def __init__(self) -> None:
         self.ledger: list[SyncRecord] = []
@@ -205,6 +207,8 @@ class RolloutEngine(ABC):
             weights = PolicyWeights.adapted(
                 config, Adapter(rank=rank, base=policy.adapter.base, tensors=weights.tensors)
             )
+        if policy is not None:
+            weights.computed_in = policy.computed_in
         self._replace(weights, state["step"], state["version"])
 
     def forget(self) -> None:

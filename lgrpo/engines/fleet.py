@@ -67,6 +67,8 @@ class Fleet(RolloutEngine):
         self.adapters = adapters
         self.verify = verify
         self.servers: list[VLLMServer] = []
+        self._server_dtype: torch.dtype | None = None
+        """What weights are sent in; None: as they come."""
         self._transfer: FileTransfer | None = None
         self._config: PretrainedConfig | None = None
         self._layout: Layout = {}
@@ -95,7 +97,9 @@ class Fleet(RolloutEngine):
 
     def receive(self, weights: PolicyWeights, version: int) -> Sent:
         self._settle()  # who is being started reads the weights from before
-        transfer, failures, sent = self._prepare(weights), Failures(), Sent(dtype=self.dtype)
+        if not self.servers:
+            self._server_dtype = self.dtype or weights.computed_in
+        transfer, failures, sent = self._prepare(weights), Failures(), Sent(dtype=self._server_dtype)
         self._num_failures = 0
         if not self.servers:
             transfer.write(weights, sent)
@@ -105,7 +109,7 @@ class Fleet(RolloutEngine):
             has_started_from_them = False
         try:
             if not has_started_from_them:
-                sent = Sent(dtype=self.dtype)
+                sent = Sent(dtype=self._server_dtype)
                 failures = self._replace_weights(transfer, weights, sent)
             each(self._present(), failures, lambda server: self._set_version(server, version))
             self._config, self._layout = weights.config, engine_layout(sent.shapes)

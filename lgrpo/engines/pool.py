@@ -103,6 +103,8 @@ class EnginePool(RolloutEngine):
         self._folder: Path | None = None
         self._config: PretrainedConfig | None = None
         self._sent = Sent()
+        self._dtype: torch.dtype | None = None
+        """What weights are sent in; None: as they come."""
         self._num_failures = 0
 
     def receive(self, weights: PolicyWeights, version: int) -> Sent:
@@ -229,6 +231,8 @@ class EnginePool(RolloutEngine):
     def _hand_over_to_all(self, weights: PolicyWeights, version: int) -> tuple[Sent, list[EngineFailure]]:
         if self._members:
             return self._hand_over(self._members, weights, version, self.sync_timeout)
+        followed = weights.computed_in if self.engine.follows_precision else None
+        self._dtype = getattr(self.engine, "dtype", None) or followed
         for _ in range(self.num_processes):
             self._members.append(self._start())
         if not torch.cuda.is_available() or getattr(self.engine, "kv_cache_gib", None) is not None:
@@ -244,7 +248,7 @@ class EnginePool(RolloutEngine):
     ) -> tuple[Sent, list[EngineFailure]]:
         """The same weights for several members. Who fails is dropped."""
         assert self._folder is not None
-        sent = Sent(dtype=getattr(self.engine, "dtype", None))
+        sent = Sent(dtype=self._dtype)
         failures = hand_over(members, weights, sent, version, self._folder, timeout)
         for member in failures:
             member.close()

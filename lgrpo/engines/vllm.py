@@ -51,6 +51,8 @@ class VLLMEngine(RolloutEngine):
     with the prompts it left unanswered.
     """
 
+    follows_precision = True
+
     def __init__(
         self,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -70,7 +72,8 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         """
         Args:
-            dtype: Of vLLM's weights; by default the policy's.
+            dtype: Of vLLM's weights; by default what the trainer computes in, bfloat16 on a GPU where its precision is
+                bf16-mixed; else the policy's.
             max_model_len: Most tokens of prompt and completion together; by default the model's.
             max_num_seqs: Completions decoded at a time.
             gpu_memory_utilization: Share of the GPU's memory vLLM may take while it is awake.
@@ -105,6 +108,7 @@ class VLLMEngine(RolloutEngine):
         self.verify = verify
         self.options = options or {}
         self._llm: Any = None
+        self._llm_dtype: torch.dtype | None = None
         self._config: PretrainedConfig | None = None
         self._layout: Layout = {}
         self._places: Places | None = None
@@ -123,7 +127,7 @@ class VLLMEngine(RolloutEngine):
         if weights.adapter is not None and self.adapters:
             return self._receive_adapter(weights, weights.adapter)
         if self._llm is None:
-            dtype = self.dtype or next(iter(weights))[1].dtype
+            dtype = self._precision(weights) or next(iter(weights))[1].dtype
             self._llm = self._build(weights.config, dtype)
             self._layout, self._places = {}, None
         if self._places is not None and not self._places.are_current():
@@ -282,7 +286,8 @@ class VLLMEngine(RolloutEngine):
         """The adapter alone; before the first one, the weights below it."""
         if self._llm is None:
             self._base = adapter.base
-            self._llm = self._build(weights.config, self.dtype or next(adapter.base())[1].dtype, adapter)
+            dtype = self._precision(weights) or next(adapter.base())[1].dtype
+            self._llm = self._build(weights.config, dtype, adapter)
         from vllm.lora.request import LoRARequest
 
         self._wake("weights")
@@ -302,6 +307,10 @@ class VLLMEngine(RolloutEngine):
             raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
         self._config, self._sent, self.adapter_rank = weights.config, sent, adapter.rank
         return sent
+
+    def _precision(self, weights: PolicyWeights) -> torch.dtype | None:
+        """What vLLM is to hold them in; once it has started, that of before, where it starts again."""
+        return self.dtype or self._llm_dtype or weights.computed_in
 
     def _build(self, config: PretrainedConfig, dtype: torch.dtype, adapter: Adapter | None = None) -> Any:
         """An engine of that architecture, with no weights yet, or with those below an adapter."""

@@ -33,6 +33,7 @@ class VLLMServerEngine(SharedFleet):
     """
 
     can_overlap = True
+    follows_precision = True
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class VLLMServerEngine(SharedFleet):
                 lgrpo.engines.vllm_weights.WeightReport``.
             api_key_env: Environment variable with the key of those servers. Ones started here have keys of their own.
             served_model_name: Under which the servers answer.
-            dtype: Of the servers' weights; by default the policy's.
+            dtype: Of the servers' weights; by default what the trainer computes in, bfloat16 on a GPU where its
+                precision is bf16-mixed; else the policy's. Servers of yours must have the same.
             max_model_len: Most tokens of prompt and completion together; by default the model's.
             max_num_seqs: Completions a server decodes at a time.
             gpu_memory_utilization: Share of its GPU's memory a server takes.
@@ -236,7 +238,7 @@ class VLLMServerEngine(SharedFleet):
             vllm = import_vllm()
             self._on_cpu = vllm.platforms.current_platform.is_cpu()
             self._is_seeded = self._on_cpu if self.seeded is None else self.seeded
-            self._server_dtype = self.dtype or next(iter(weights))[1].dtype
+            self._server_dtype = self._server_dtype or next(iter(weights))[1].dtype
             if isinstance(transfer, NCCLTransfer):
                 self._check_apart()
             servers = [self._start(transfer, index) for index in range(self.num_servers)]

@@ -12,6 +12,7 @@ import torch
 from lgrpo import CausalPolicy, Prompt, Sampling
 from lgrpo.engines import EngineError, EnginePool, VLLMEngine, VLLMServerEngine, vllm_nccl
 from tests.gpu import SHAPE
+from tests.helpers import fit
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -93,6 +94,25 @@ def test_in_process_with_sleep_mode(policy):
         engine.generate(prompts(64), 8, Sampling(max_tokens=200), 1, policy.tokenizer)
         print(f"seeded {seeded}: 512 x 200 tokens in {time.perf_counter() - start:.2f} s")
     engine.close()
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_it_computes_in_what_the_trainer_computes_in(policy, pooled):
+    own = VLLMEngine(kv_cache_gib=1, gpu_memory_utilization=0.1, max_model_len=64, enforce_eager=True)
+    engine = EnginePool(own) if pooled else own
+    try:
+        run = fit(
+            v=4,
+            rollouts=2,
+            policy=CausalPolicy(config=CONFIG, characters="0123456789>"),
+            data={"engine": engine},
+            trainer={"accelerator": "gpu", "precision": "bf16-mixed"},
+        )
+        assert {parameter.dtype for parameter in run.module.policy.parameters()} == {torch.float32}
+        assert {tensor.dtype for tensor in engine.held_weights().values()} == {torch.bfloat16}
+        assert run.logged[0]["train/engine_mismatch_mean"] < 0.05
+    finally:
+        engine.close()
 
 
 def test_a_pool_on_the_same_card(policy):
