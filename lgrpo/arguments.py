@@ -1,7 +1,8 @@
-"""The words of a command, before and after they are parsed."""
+"""The words of a command, before and after they are parsed, and what it says where they are wrong."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ def keep_texts(config: Namespace, args: Sequence[str]) -> None:
         holder = _holder(node, last)
         if option.startswith("--") and _is_written_out(holder.get(last), typed):
             holder[last] = typed
+
+
+def is_sentence(error: Exception) -> bool:
+    """Whether lgrpo raised an error for its text: then a user needs no more than that.
+
+    A mistake in settings or data is a ValueError or an OSError. Others are shown whole where something lies beneath.
+    """
+    if error.__cause__ is not None and not isinstance(error, ValueError | OSError):
+        return False
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(place.filename).is_relative_to(Path(__file__).parent) and (place.line or "").startswith("raise")
 
 
 def _holder(node: Any, name: str) -> Namespace:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
+import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from lgrpo.arguments import keep_texts, with_config_of_run
+from lgrpo.arguments import is_sentence, keep_texts, with_config_of_run
 from lgrpo.callbacks import (
     EndAtOnce,
     EngineSync,
@@ -40,6 +41,7 @@ from lgrpo.export import consolidate_command, export
 from lgrpo.module import GRPOModule
 from lgrpo.plan import plan
 from lgrpo.report import closing_line, draw_curves, find_checkpoints, headlines, read_series, report, write_summary
+from lgrpo.run_folder import RunFolder
 from lgrpo.score import score
 from lgrpo.simulation import simulate
 from lgrpo.sweep import sweep
@@ -52,6 +54,8 @@ CALLBACK_KEYS = {
     "finite_steps": FiniteSteps,
     "improvement_monitor": ImprovementMonitor,
 }
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a command that was stopped by Ctrl-C, as shells have it."""
 RESUMABLE = 75
 """Exit code of a run that was stopped by a signal with a checkpoint: the system's own word for "try again later"."""
 EPILOG = (
@@ -165,19 +169,15 @@ class LGRPOCLI(LightningCLI):
                 "of its own)"
             )
         self.run_folder = Path(run or os.environ.setdefault("LGRPO_RUN", f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"))
-        self._claim_run_folder(resuming)
+        self.folder = RunFolder(self.run_folder)
+        rank_zero_only(self.folder.claim)(resuming)
 
-    @rank_zero_only
-    def _claim_run_folder(self, resuming: bool) -> None:
-        folder = self.run_folder
-        if folder.exists() and not folder.is_dir():
-            raise SystemExit(f"lgrpo: the run folder {folder} is a file")
-        if folder.is_dir() and any(folder.iterdir()) and not resuming:
-            raise SystemExit(
-                f"lgrpo: the run folder {folder} exists already, and nothing of it is overwritten. Choose another "
-                "--run, or go on with it by --ckpt_path last"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except BaseException:
+            self.folder.leave()
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         settings = self._get(self.config_init, "trainer")
@@ -227,7 +227,9 @@ class LGRPOCLI(LightningCLI):
             draw_curves(series, self.run_folder / "curves.png")
         except (ImportError, OSError) as error:
             warnings.warn(str(error), stacklevel=1)
-        print(f"The run is in {self.run_folder}/: metrics, completions.jsonl, checkpoints, curves.png")
+        names = ("metrics", "completions.jsonl", "checkpoints", "curves.png")
+        written = ", ".join(name for name in names if (self.run_folder / name).exists())
+        print(f"The run is in {self.run_folder}/: {written}")
         print(f"lgrpo report {self.run_folder} makes a page of it")
         print(closing_line(series, time.perf_counter() - self._started))
 
@@ -255,22 +257,18 @@ class LGRPOCLI(LightningCLI):
         try:
             super()._run_subcommand("fit")
         except BaseException as error:
-            self._leave_run_folder()
+            self.folder.leave()
             if not isinstance(error, SystemExit):
                 raise
             if self._interrupt.saved is not None:
                 raise SystemExit(RESUMABLE) from None
             if self._interrupt.signal is not None:
                 raise SystemExit(128 + self._interrupt.signal) from None
+            if isinstance(error.__context__, KeyboardInterrupt):  # before the callback listened
+                raise SystemExit(INTERRUPTED) from None
             raise
-
-    @rank_zero_only
-    def _leave_run_folder(self) -> None:
-        """Where nothing happened yet, it stands in nobody's way when the mistake is mended and the run begun again."""
-        folder = self.run_folder
-        has_metrics = any(folder.glob("metrics/*/metrics.csv"))
-        if not has_metrics and {path.name for path in folder.iterdir()} <= {"config.yaml", "metrics", "tensorboard"}:
-            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            self.folder.release()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -339,26 +337,42 @@ def quiet_lightning() -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Entry point of the ``lgrpo`` command."""
-    args = with_config_of_run(sys.argv[1:] if args is None else args)
+    """Entry point of the ``lgrpo`` command. With words given, from Python, errors are raised as they are."""
+    if args is not None:
+        run_command(args)
+        return
+    try:
+        run_command(sys.argv[1:])
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except Exception as error:
+        if not is_sentence(error) or os.environ.get("LGRPO_TRACEBACK"):
+            raise
+        raise SystemExit(f"lgrpo: {error}") from None
+
+
+def run_command(args: list[str]) -> None:
+    """One command, by its words."""
+    args = with_config_of_run(args)
     quiet_lightning()
     if os.getcwd() not in sys.path:  # so that class_path finds a module beside the config
         sys.path.append(os.getcwd())
+    commands: dict[str, Callable[[list[str]], Any]] = {
+        "plan": lambda words: print(plan(ParseOnly(words).config)),
+        "report": report,
+        "export": lambda words: export(words, lambda settings: ParseOnly(settings).config),
+        "score": lambda words: score(words, lambda settings: LGRPOCLI(settings, run=False)),
+        "simulate": simulate,
+        "consolidate": consolidate_command,
+        "sweep": lambda words: sweep(words, lambda: ParserOnly().parser),
+    }
+    names = [*LGRPOCLI.subcommands(), *commands]
+    first = args[0] if args else ""
+    if first and not first.startswith("-") and first not in names:
+        raise SystemExit(f"lgrpo: there is no command {first!r}: there are {', '.join(names)}")
     try:
-        if args and args[0] == "plan":
-            print(plan(ParseOnly(args[1:]).config))
-        elif args and args[0] == "report":
-            report(args[1:])
-        elif args and args[0] == "export":
-            export(args[1:], lambda settings: ParseOnly(settings).config)
-        elif args and args[0] == "score":
-            score(args[1:], lambda settings: LGRPOCLI(settings, run=False))
-        elif args and args[0] == "simulate":
-            simulate(args[1:])
-        elif args and args[0] == "consolidate":
-            consolidate_command(args[1:])
-        elif args and args[0] == "sweep":
-            sweep(args[1:], lambda: ParserOnly().parser)
+        if first in commands:
+            commands[first](args[1:])
         else:
             LGRPOCLI(args)
     finally:

@@ -16,8 +16,12 @@ import pytest
 import torch
 import yaml
 
+from lgrpo import Sampling
+from lgrpo.arguments import is_sentence
 from lgrpo.cli import LGRPOCLI, RESUMABLE, ParseOnly, main
+from lgrpo.functional import named_checksums
 from lgrpo.report import read_series
+from lgrpo.run_folder import RunFolder
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PAPERS = {f"papers/{name}.yaml" for name in ("a_gsm8k", "a_deepscaler", "b_gsm8k", "b_math")}
@@ -178,6 +182,81 @@ def test_a_run_that_never_began_does_not_stand_in_its_own_way(tmp_path, mistake,
         with pytest.raises((ValueError, RuntimeError), match=message):
             main(["fit", *with_base("demo.yaml"), *QUICK, run, mistake])
     assert not list(tmp_path.glob("run/*"))
+
+
+@pytest.mark.parametrize("resuming", [False, True])
+def test_a_folder_is_one_runs_at_a_time(finished, tmp_path, resuming):
+    """Its own, though nothing is in it yet."""
+    folder = finished[0] if resuming else tmp_path
+    held = RunFolder(folder)
+    held.claim(resuming)
+    run = ["fit", *with_base("demo.yaml"), *QUICK, f"--run={folder}"]
+    with pytest.raises(SystemExit, match="another process is at a run in"):
+        main([*run, "--ckpt_path=last"] if resuming else run)
+    held.release()
+    again = RunFolder(folder)
+    again.claim(resuming)
+    again.release()
+
+
+def test_a_mistake_is_a_sentence(tmp_path):
+    """And a traceback where it is asked for; an error of the user's own code has one."""
+    wrong = ["fit", *with_base("demo.yaml"), *QUICK, "--data.group_size=1"]
+    done = lgrpo(*wrong, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("lgrpo: data.group_size is 1")
+    assert not list(tmp_path.glob("runs/*"))
+    assert "Traceback" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "lgrpo.cli", *wrong],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"LGRPO_TRACEBACK": "1"},
+        cwd=tmp_path,
+    )
+    assert "Traceback" in done.stderr
+    assert "group_size is 1" in done.stderr.splitlines()[-1]
+
+
+def fails(text):
+    raise ValueError(text)
+
+
+def error_of(act):
+    try:
+        act()
+    except Exception as error:
+        return error
+
+
+def test_which_errors_are_sentences():
+    assert is_sentence(error_of(lambda: Sampling(max_tokens=0)))
+    assert not is_sentence(error_of(lambda: fails("of another's code")))
+    assert not is_sentence(error_of(lambda: named_checksums([("a", "no tensor")]))), "an accident in our own"
+
+
+def test_a_command_that_is_not_there():
+    done = lgrpo("reprot", "runs/x")
+    assert done.returncode == 1
+    assert "there is no command 'reprot': there are fit, validate, test, plan, report" in done.stderr
+
+
+def test_ctrl_c_before_the_first_step(tmp_path):
+    """In the warm start, before any callback of lgrpo's listens: as a shell has it, and no folder is left."""
+    command = [str(Path(sys.executable).parent / "lgrpo"), "fit", *with_base("demo.yaml"), f"--run={tmp_path / 'run'}"]
+    slow = ["--trainer.callbacks=tests.test_cli.WaitsToBegin"]
+    with subprocess.Popen([*command, *slow], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert any("now" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not (tmp_path / "run").exists()
+
+
+class WaitsToBegin(L.Callback):
+    def on_fit_start(self, trainer, pl_module):
+        print("now", flush=True)
+        time.sleep(60)
 
 
 def test_a_run_that_began_keeps_its_folder(tmp_path):

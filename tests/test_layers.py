@@ -16,7 +16,7 @@ LAYERS = [
     {"metrics", "rewards"},
     {"advantages", "losses", "policy", "engines", "hooks", "tasks", "checkpoints", "loggers"},
     {"module", "data", "callbacks"},
-    {"report", "plan", "simulation", "sweep", "export", "score"},
+    {"report", "plan", "simulation", "sweep", "export", "score", "run_folder"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

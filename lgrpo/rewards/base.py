@@ -164,7 +164,7 @@ def checked_score(name: str, value: object, prompt: Prompt, completion: Completi
     if value is NOT_YET or isinstance(value, FailedScore):
         return value
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) < 1e38:  # what float32 holds; false for NaN too

@@ -142,7 +142,11 @@ class RowTask(Task):
         held_out = self._take(rows, "num_held_out", self._num_held_out, examples)
         train = self._take(rows, "num_train", self._num_train, (*examples, *held_out))
         if not train:
-            raise ValueError(f"no row of the train set is left to train on: {source.name}")
+            others = f" but for {len(examples) + len(held_out)} that are shown or held out, and copies of them"
+            raise ValueError(
+                f"no row of the train set is left to train on: {source.name} has none"
+                + (others if examples or held_out else "")
+            )
         return _Parts(examples=_in_order(examples), held_out=_in_order(held_out), train=_in_order(train))
 
     @cached_property
@@ -195,15 +199,19 @@ class RowTask(Task):
         self, rows: Iterator[_Numbered], setting: str, count: int | None, but_for: Sequence[_Numbered]
     ) -> list[_Numbered]:
         """The next rows, all of them where there is no count, without copies of some others."""
-        others = {self._question(one.row) for one in but_for}
-        taken = list(islice((one for one in rows if self._question(one.row) not in others), count))
+        others = {self._question(one) for one in but_for}
+        taken = list(islice((one for one in rows if self._question(one) not in others), count))
         if count is not None and len(taken) < count:
             raise ValueError(f"task.{setting} is {count}, but there are only {len(taken)} rows to choose from")
         return taken
 
-    def _question(self, row: Row) -> tuple[str, ...]:
+    def _question(self, one: _Numbered) -> tuple[str, ...]:
         """What of a row the prompt shows."""
-        return tuple(str(row.get(name)) for name in sorted(self._template.fields()))
+        if missing := sorted(self._template.fields() - one.row.keys()):
+            raise ValueError(
+                f"the template reads {missing}, but row {one.place} of the train set has only {sorted(one.row)}"
+            )
+        return tuple(str(one.row[name]) for name in sorted(self._template.fields()))
 
 
 @final
