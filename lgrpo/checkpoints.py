@@ -92,17 +92,22 @@ def write_whole(trainer: L.Trainer) -> None:
         """Sharded: every rank writes into a folder beside the target, which is moved when all are done."""
         part = f"{filepath}{PART}"
         if strategy.is_global_zero:
-            shutil.rmtree(part, ignore_errors=True)
+            for left in (part, f"{filepath}.old{PART}"):
+                shutil.rmtree(left, ignore_errors=True)
         strategy.barrier()
         save(checkpoint, part, storage_options)
         strategy.barrier()
         if strategy.is_global_zero and os.path.exists(part):
-            target = Path(filepath)
+            target, old = Path(filepath), Path(f"{filepath}.old{PART}")
             if Path(part).is_dir():
                 write_sizes(Path(part))
-                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+                if target.exists():
+                    os.replace(
+                        target, old
+                    )  # to remove a folder takes long, and until then one of the two is to be there
             os.replace(part, target)
             flush_folder(Path(filepath).parent)
+            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         strategy.barrier()
 
     save_beside.is_whole = True  # type: ignore[attr-defined]

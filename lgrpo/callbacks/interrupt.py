@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lgrpo.checkpoints import WholeCheckpointIO
 from lgrpo.hooks import RolloutCallback, Stage
+from lgrpo.types import RolloutBatch
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -38,13 +39,15 @@ class GracefulInterrupt(RolloutCallback):
         self.signal: int | None = None
         """What stopped the run."""
         self._busy = False
+        self._is_written = False
+        """Whether a rollout is at hand of which callbacks write, once: until they are done, an interrupt waits."""
         self._asked = False
         self._requeue: list[tuple[Handler, int]] = []
         self._defer = False
         self._previous: dict[int, Handler] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._busy = self._asked = False
+        self._busy = self._is_written = self._asked = False
         self.saved = self.signal = None
         self._defer = trainer.world_size > 1
         self._listen(signal.SIGINT, self._handle)
@@ -60,8 +63,12 @@ class GracefulInterrupt(RolloutCallback):
             self._listen(environment.requeue_signal, self._handle_requeue)
 
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
-        self._busy = False
-        self._stop_if_asked(trainer)
+        if stage != "update":  # then callbacks write
+            self._busy = self._is_written = False
+            self._stop_if_asked(trainer)
+
+    def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
+        self._is_written = True
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
         self._busy = True  # the sync is done, the other hooks come now
@@ -70,7 +77,7 @@ class GracefulInterrupt(RolloutCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._busy = False
+            self._busy = self._is_written = False
             self._stop_if_asked(trainer, together=True)
         self._busy = True
 
@@ -134,7 +141,7 @@ class GracefulInterrupt(RolloutCallback):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        if (self._busy or self._defer) and not self._asked:
+        if (self._busy or self._is_written or self._defer) and not self._asked:
             self._asked = True
             rank_zero_info("Interrupted: finishing this optimizer step first. Press Ctrl-C again to stop at once.")
             return
@@ -142,7 +149,7 @@ class GracefulInterrupt(RolloutCallback):
 
     def _handle_requeue(self, number: int, frame: FrameType | None) -> None:
         handler = self._previous.get(number)
-        if self._busy or self._defer:
+        if self._busy or self._is_written or self._defer:
             self._requeue.append((handler, number))
         elif callable(handler):
             handler(number, frame)

@@ -38,10 +38,11 @@ class RankWatch(L.Callback):
         self._files: dict[int, int] = {}  # open file of a process → its rank
         self._trainer: L.Trainer | None = None
         self._lock = threading.Lock()
-        self._is_over = True
+        self._over = threading.Event()
+        self._over.set()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit" or trainer.world_size == 1 or not self._is_over:
+        if stage != "fit" or trainer.world_size == 1 or not self._over.is_set():
             return
         places: list[tuple[str, int]] = [("", 0)] * trainer.world_size
         dist.all_gather_object(places, (_machine(), os.getpid()))
@@ -52,40 +53,42 @@ class RankWatch(L.Callback):
         self._files = {}
         with contextlib.suppress(AttributeError, OSError):  # not every system tells of a process's end
             self._files = {os.pidfd_open(pid): rank for rank, pid in self._peers.items()}
-        self._trainer, self._is_over = trainer, False
+        self._trainer, self._over = trainer, threading.Event()
         for thread in threading.enumerate():
             if isinstance(thread, _ChildProcessObserver):  # it kills without a word, and before servers are closed
                 thread._run = lambda: False  # type: ignore[method-assign]
-        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+        given = (self._files, self._over)  # its own: when it looks up, the next fit may have begun
+        threading.Thread(target=self._watch, args=given, name="rank-watch", daemon=True).start()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self._is_over:
+        if not self._over.is_set():
             trainer.strategy.barrier()  # who comes this far may end
-            self._stop()
+            self._stop(self._over)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """What went wrong here may follow from the end of another rank: then that is said last."""
-        if self._is_over:
+        if self._over.is_set():
             return
-        dead = None if isinstance(exception, KeyboardInterrupt) else self._dead(2.0)
-        if self._stop() and dead is not None:
+        dead = None if isinstance(exception, KeyboardInterrupt) else self._dead(self._files, 2.0)
+        if self._stop(self._over) and dead is not None:
             atexit.register(print, f"lgrpo: {self._obituary(dead)}", file=sys.stderr)
 
-    def _stop(self) -> bool:
-        """Ends the watch. Whether it was still going on."""
+    def _stop(self, over: threading.Event) -> bool:
+        """Ends a watch. Whether it was still going on."""
         with self._lock:
-            was_over, self._is_over = self._is_over, True
+            was_over = over.is_set()
+            over.set()
         for thread in threading.enumerate():
             if isinstance(thread, _ChildProcessObserver):
                 thread.__dict__.pop("_run", None)
         return not was_over
 
-    def _watch(self) -> None:
+    def _watch(self, files: dict[int, int], over: threading.Event) -> None:
         try:
-            while (dead := self._dead(_PERIOD)) is None:
-                if self._is_over:
+            while (dead := self._dead(files, _PERIOD)) is None:
+                if over.is_set():
                     return
-            if not self._stop():
+            if not self._stop(over):
                 return
             assert self._trainer is not None
             if self._trainer.global_rank <= min(
@@ -98,16 +101,16 @@ class RankWatch(L.Callback):
             sys.stdout.flush()
             os._exit(1)  # the main thread may wait for the dead one, where no exception reaches it
         finally:
-            for file in self._files:
+            for file in files:
                 os.close(file)
 
-    def _dead(self, seconds: float) -> int | None:
+    def _dead(self, files: dict[int, int], seconds: float) -> int | None:
         """A rank that has ended, waited for so long."""
-        if self._files:
+        if files:
             poll = select.poll()
-            for file in self._files:
+            for file in files:
                 poll.register(file, select.POLLIN)
-            ended = [self._files[file] for file, _ in poll.poll(seconds * 1000)]
+            ended = [files[file] for file, _ in poll.poll(seconds * 1000)]
         else:
             deadline = time.monotonic() + seconds
             while not (ended := [rank for rank, pid in self._peers.items() if not _lives(pid)]):

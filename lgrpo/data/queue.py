@@ -83,12 +83,14 @@ class RolloutQueue:
             raise
 
     def _wait_for_next(self) -> None:
-        rollouts, future = self._pending.popleft()
+        rollouts, future = self._pending[0]
         try:
             self._keep(future.result())
         except BaseException:
-            self._pending.clear()  # they wait for what did not come
+            if future.done():  # else it was the trainer that was interrupted: close() must know what goes on
+                self._pending.clear()  # they wait for what did not come
             raise
+        self._pending.popleft()
         self._sampled(rollouts)
 
     def _keep(self, batches: list[RolloutBatch]) -> None:

@@ -133,6 +133,8 @@ class RolloutEngine(ABC):
         """Rank of the adapters it holds, where it was given these alone; None where it holds whole weights."""
         self.spent = False
         """Whether all of these are sampled, so that the weights are not needed any more."""
+        self._owed: dict[str, Any] | None = None
+        """Its state from before it was lent other weights, until it holds that again."""
         self.faults: Counter[str] = Counter()
         """What has happened to it so far: ``failures``, and ``restarts`` that mended them."""
         self.recovery_seconds = 0.0
@@ -149,9 +151,13 @@ class RolloutEngine(ABC):
         version = self.ledger[-1].version + 1 if self.ledger else 0
         self.wake()
         start = time.perf_counter()
-        sent = self._replace(weights, step, version)
-        checksum = sent.compare(self.held_checksums(sent))
-        self.num_rollouts = num_rollouts
+        try:
+            sent = self._replace(weights, step, version)
+            checksum = sent.compare(self.held_checksums(sent))
+        except BaseException:
+            self.forget()  # what is not proved is not held, in a checkpoint written now neither
+            raise
+        self.num_rollouts, self._owed = num_rollouts, None
         record = SyncRecord(
             version=version,
             step=step,
@@ -165,15 +171,23 @@ class RolloutEngine(ABC):
     @contextmanager
     def holding(self, weights: PolicyWeights, step: int) -> Iterator[None]:
         """Other weights for the time being; afterwards exactly those from before. The ledger does not see it."""
+        outer, self._owed = self._owed, None
         before = self.state_dict()
+        self._owed = outer or before
         try:
             self._replace(weights, step, BORROWED)
             yield
         finally:
             self.load_state_dict(before, weights)
+            self._owed = outer
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights it holds, if they are still needed, their step and version, and the ledger: plain containers."""
+        """The weights it holds, if they are still needed, their step and version, and the ledger: plain containers.
+
+        While it holds others for the time being, those it will hold again.
+        """
+        if self._owed is not None:
+            return self._owed
         needed = self.step is not None and not self.spent
         return {
             "step": self.step,
@@ -198,6 +212,7 @@ class RolloutEngine(ABC):
         self.forget()
         if state["weights"] is None:
             self.step, self.version, self.spent = state["step"], state["version"], state["spent"]
+            self._owed = None
             return
         config = AutoConfig.for_model(**state["config"])
         weights = PolicyWeights(config=config, tensors=lambda: iter(state["weights"].items()))
@@ -210,6 +225,7 @@ class RolloutEngine(ABC):
         if policy is not None:
             weights.computed_in = policy.computed_in
         self._replace(weights, state["step"], state["version"])
+        self._owed = None
 
     def forget(self) -> None:
         """Holds no weights from now on."""

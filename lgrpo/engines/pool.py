@@ -118,7 +118,7 @@ class EnginePool(RolloutEngine):
             if failures and not self._members:
                 sent = self._sent = self._begin_again(weights, version)
             elif failures:
-                self._mend(version)
+                self._mend_at_last(version)
         except BaseException as error:
             self.close()  # half of the weights may have gone: nothing may be sampled from them
             if isinstance(error, WeightSyncError) or not isinstance(error, EngineError):
@@ -136,7 +136,7 @@ class EnginePool(RolloutEngine):
                 break
             except EngineFailure as failure:
                 self._count(failure)
-                self._mend(version)
+                self._mend_at_last(version)
         for report in reports[1:]:
             sent.compare(report)
         return reports[0]
@@ -298,7 +298,6 @@ class EnginePool(RolloutEngine):
             raise EngineError(f"no process that holds the behaviour policy is left: {GO_ON}")
         failure: EngineFailure | None = None
         busy: dict[Connection, MemberProcess] = {}
-        deadline = time.monotonic() + self.timeout
         for number, member in enumerate(self._members):
             if not (share := asked[number :: len(self._members)]):
                 continue
@@ -309,6 +308,7 @@ class EnginePool(RolloutEngine):
                 busy[member.connection] = member
             except EngineFailure as error:
                 failure = error
+        deadline = time.monotonic() + self.timeout  # from now on: who did not read its order took its time alone
         try:
             while busy:
                 ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
@@ -349,6 +349,14 @@ class EnginePool(RolloutEngine):
         for member in [member for member in self._members if not member.is_alive]:
             member.close()
             self._members.remove(member)
+
+    def _mend_at_last(self, version: int) -> None:
+        """``_mend``, again where a process fails that was to take another's place."""
+        while True:
+            try:
+                return self._mend(version)
+            except EngineFailure as failure:
+                self._count(failure)
 
     def _mend(self, version: int) -> None:
         """Processes in the place of those that are gone, with the weights the others hold."""

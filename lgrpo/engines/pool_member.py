@@ -8,6 +8,8 @@ import pickle
 import shutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -203,6 +205,7 @@ def bare(prompt: Prompt) -> Prompt:
 def main() -> None:
     connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
     signal.signal(signal.SIGTERM, lambda *_: leave(folder))  # what it is sent when the trainer is gone
+    threading.Thread(target=_leave_with, args=(os.getppid(), folder), daemon=True).start()
     try:
         engine = connection.recv()
         member = Member(connection, engine)
@@ -218,6 +221,13 @@ def main() -> None:
             connection.send(answer)
     except (EOFError, OSError):  # the trainer has ended, or wants no more
         leave(folder)
+
+
+def _leave_with(trainer: int, folder: Path) -> NoReturn:
+    """A signal is heard between two lines of Python only, and what the main thread is at may be none."""
+    while os.getppid() == trainer:
+        time.sleep(1)
+    leave(folder)
 
 
 def leave(folder: Path) -> NoReturn:

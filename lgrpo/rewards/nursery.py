@@ -35,7 +35,9 @@ def main() -> None:
     channel.send(b"k")
     pickled = b""
     while len(pickled) < size:
-        pickled += channel.recv(min(2**20, size - len(pickled)))
+        if not (some := channel.recv(min(2**20, size - len(pickled)))):  # the trainer is gone
+            return
+        pickled += some
     try:
         reward = dill.loads(pickled)
         channel.send(b"k")

@@ -28,6 +28,7 @@ from lgrpo.types import Completion, Prompt
 
 _LONGEST_ANSWER = 2**20  # bytes
 _GRACE = 2.0  # seconds a worker that waits for many scores at once has to say which one was late
+_PATIENCE = 30.0  # seconds in which a worker is forked, or the process that forks them is taken for hung
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -114,6 +115,7 @@ class WorkerPool:
         self._error: BaseException = RuntimeError("the reward's workers are closed")
         self._count = 0
         self._ear, self._mouth = Pipe(duplex=False)
+        self._is_woken = False
         self.nursery = Nursery(reward, limits)
         self._thread = threading.Thread(target=self._run, name="reward-workers", daemon=True)
         self._thread.start()
@@ -126,7 +128,7 @@ class WorkerPool:
             if self._closing:
                 raise self._error
             self._waiting.append(job)
-            self._mouth.send_bytes(b".")
+            self._wake()
         return job.future
 
     def close(self) -> None:
@@ -134,9 +136,15 @@ class WorkerPool:
         with self._lock:
             closing, self._closing = self._closing, True
             if not closing:
-                self._mouth.send_bytes(b".")
+                self._wake()
         self._thread.join()
         atexit.unregister(self.close)
+
+    def _wake(self) -> None:
+        """Has the thread look; with the lock. Once is enough: a pipe is full some time, and would be waited for."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._mouth.send_bytes(b".")
 
     # In the thread
 
@@ -183,6 +191,8 @@ class WorkerPool:
         ready = wait([self._ear, *(worker.pipe for worker in self.workers)], patience)
         if self._ear in ready:
             self._ear.recv_bytes()
+            with self._lock:
+                self._is_woken = False
         for worker in list(self.workers):
             if worker.pipe in ready:
                 self._hear(worker)
@@ -301,4 +311,4 @@ class Nursery:
         if answer != "k":
             name = type(self._reward).__name__
             raise RuntimeError(f"{name} cannot be loaded in another process: {answer or 'it ended'}")
-        own.settimeout(None)
+        own.settimeout(_PATIENCE)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lgrpo import Completion, Prompt
-from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
+from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring, pool
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
 from tests.processes import until_nobody_lives
@@ -65,6 +67,38 @@ def test_what_goes_wrong_costs_its_own_completion_only(isolated, text, kind, why
     assert kinds(scores) == {kind: 1}
     assert why in scores[2].why
     assert kinds(score(isolated, "a", "bb")) == {}  # and it goes on
+
+
+def test_more_jobs_than_a_pipe_holds_words(isolated):
+    """While a worker is replaced: nobody waits for the pipe with the lock."""
+    scores = score(isolated, "exit", *["x"] * 20_000)
+    assert kinds(scores) == {"crashes": 1}
+    assert len(scores) == 20_001
+
+
+def test_the_process_that_starts_workers_hangs(monkeypatch):
+    monkeypatch.setattr(pool, "_PATIENCE", 1.0)
+    reward = Isolated(Hostile(), Scoring(num_workers=1, timeout=3.0))
+    try:
+        assert score(reward, "a") == [1.0]
+        os.kill(reward._pool.nursery.process.pid, signal.SIGSTOP)
+        assert kinds(score(reward, "exit", "bb")) == {"crashes": 1}
+        assert score(reward, "ccc") == [3.0]
+    finally:
+        reward.close()
+
+
+def test_the_process_that_starts_workers_ends_with_the_trainer():
+    """Which is killed while it sends the reward."""
+    own, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "lgrpo.rewards.nursery", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        own.sendall(json.dumps([5_000_000, 10.0, 2**30, 2**20]).encode())
+        own.recv(1)
+        own.sendall(b"x" * 100_000)
+        own.close()
+        assert process.wait(30) == 0
 
 
 def test_a_little_print_is_dropped(isolated):

@@ -54,9 +54,9 @@ def test_rows_held_out():
     assert questions(task(num_held_out=10, subset_seed=1), "validation") != held_out
     with pytest.raises(ValueError, match=r"task\.num_held_out takes the validation set out of the training set"):
         task(validation=ROWS, num_held_out=10)
-    with pytest.raises(ValueError, match="left to train on: .* has none but for 40 that are shown or held out"):
+    with pytest.raises(ValueError, match=r"left to train on: .* has none but for 40 that are shown or held out"):
         task(num_held_out=40).rows("train")
-    with pytest.raises(ValueError, match=r"the template reads \['problem'\], but row .* of the train set has only \['answer"):
+    with pytest.raises(ValueError, match=r"the template reads \['problem'\], but row .* has only \['answer"):
         task(num_held_out=10, template=Template(prompt="{problem}")).rows("train")
 
 

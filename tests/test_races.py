@@ -1,0 +1,240 @@
+"""What goes wrong only at one moment: an interrupt, a fault or a kill is put exactly there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lgrpo.callbacks import (
+    AdaptiveWeightSync,
+    ExactResume,
+    GracefulInterrupt,
+    RolloutLog,
+    RolloutRecorder,
+    rank_watch,
+    rollout_recorder,
+)
+from lgrpo.checkpoints import newest_checkpoint, sweep_parts
+from lgrpo.engines import TransformersEngine, WeightSyncError
+from lgrpo.engines.base import RolloutEngine
+from tests.helpers import build, fit, largest_difference
+
+EVALUATED = {
+    "limit_val_batches": 1.0,
+    "num_sanity_val_steps": 0,
+    "val_check_interval": 2,
+    "check_val_every_n_epoch": None,
+}
+
+
+def settings(folder, *callbacks, **more):
+    trainer = {"default_root_dir": str(folder), **more.pop("trainer", {})}
+    callbacks = [*callbacks, ExactResume(), GracefulInterrupt()]
+    return {"rollouts": 8, "learning_rate": 0.05, "callbacks": callbacks, "trainer": trainer, **more}
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def at_call(number, act):
+    """Acts when it is called for the n-th time."""
+    calls = []
+
+    def count(*_):
+        calls.append(1)
+        if len(calls) == number:
+            act()
+
+    return count
+
+
+def check_that_it_goes_on(folder, straight, own, why=(KeyboardInterrupt, SystemExit)):
+    """A run that stops by itself; then the rest of it, which must be as if nothing had been."""
+    run = build(**own())
+    with pytest.raises(why):
+        run.trainer.fit(run.module, datamodule=run.data)
+    again = fit(**own(), ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
+    assert again.recorder.lags == straight.recorder.lags[run.trainer.global_step :]
+    assert [(r.version, r.step) for r in again.data.engine.ledger] == [
+        (r.version, r.step) for r in straight.data.engine.ledger
+    ]
+    assert largest_difference(straight.weights, again.weights) == 0.0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("fault", ["interrupt", "difference"])
+def test_a_sync_that_was_not_verified_did_not_happen(tmp_path, monkeypatch, adaptive, fault):
+    """In the checkpoint neither: a run that goes on must not sample from what it holds."""
+
+    def own(folder=tmp_path):
+        sync = [AdaptiveWeightSync(maximum=2, budget=100.0)] if adaptive else []
+        return settings(folder, *sync, v=0 if adaptive else 2)
+
+    straight = fit(**own(tmp_path / "straight"))
+    real = TransformersEngine.held_checksums
+
+    def held_checksums(engine, sent):
+        third(engine)
+        return real(engine, sent)
+
+    def spoil(*_):
+        with torch.no_grad():
+            spoilt[0].mul_(3.0)
+
+    spoilt = []
+    count = at_call(3, interrupt if fault == "interrupt" else spoil)
+
+    def third(engine):
+        spoilt[:] = [dict(engine._model.named_parameters())["model.norm.weight"]]
+        count()
+
+    monkeypatch.setattr(TransformersEngine, "held_checksums", held_checksums)
+    why = WeightSyncError if fault == "difference" else (KeyboardInterrupt, SystemExit)
+    check_that_it_goes_on(tmp_path, straight, own, why)
+
+
+def test_an_interrupt_while_an_evaluation_gives_the_weights_back(tmp_path, monkeypatch):
+    straight = fit(**settings(tmp_path / "straight", v=4, trainer=EVALUATED))
+    real = RolloutEngine.load_state_dict
+    first = at_call(1, lambda: monkeypatch.setattr(TransformersEngine, "receive", stopped))
+    receive = TransformersEngine.receive
+
+    def stopped(engine, weights, version):
+        monkeypatch.setattr(TransformersEngine, "receive", receive)
+        interrupt()
+        return receive(engine, weights, version)
+
+    def load_state_dict(engine, state, policy=None):
+        first()
+        real(engine, state, policy)
+
+    monkeypatch.setattr(RolloutEngine, "load_state_dict", load_state_dict)
+    check_that_it_goes_on(tmp_path, straight, lambda: settings(tmp_path, v=4, trainer=EVALUATED))
+
+
+def test_an_interrupt_while_a_rollout_is_written(tmp_path, monkeypatch):
+    real, third = rollout_recorder.write_recording, at_call(3, interrupt)
+
+    def write(*arguments):
+        third()
+        real(*arguments)
+
+    def own():
+        return settings(tmp_path, RolloutRecorder(), RolloutLog(every=1), rollouts=4)
+
+    monkeypatch.setattr(rollout_recorder, "write_recording", write)
+    run = build(**own())
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run.trainer.fit(run.module, datamodule=run.data)
+    fit(**own(), ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
+    assert [int(path.name[:8]) for path in sorted((tmp_path / "rollouts").iterdir())] == [0, 1, 2, 3]
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    assert sorted({json.loads(line)["rollout"] for line in lines}) == [0, 1, 2, 3]
+
+
+class Endless(TransformersEngine):
+    """The third generation ends when the engine is closed."""
+
+    can_overlap = True
+
+    def __init__(self):
+        super().__init__()
+        self.is_closed = threading.Event()
+        self.count = at_call(3, self.hang)
+
+    def hang(self):
+        threading.Timer(1.0, interrupt).start()
+        self.ended = self.is_closed.wait(60)
+
+    def generate(self, *arguments):
+        self.count()
+        return super().generate(*arguments)
+
+    def close(self):
+        self.is_closed.set()
+        super().close()
+
+
+def test_an_interrupt_while_a_generation_is_waited_for(tmp_path):
+    """The engine is closed: else the process would wait for it before it ends."""
+    run = build(**settings(tmp_path, v=4, rollouts=4, data={"engine": Endless()}))
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run.trainer.fit(run.module, datamodule=run.data)
+    assert run.data.engine.is_closed.is_set()
+
+
+KILLED = """
+import os, shutil, sys, types
+from pathlib import Path
+from lgrpo import checkpoints
+
+class Strategy:
+    is_global_zero, checkpoint_io, _save_distributed_checkpoint = True, None, True
+
+    def barrier(self):
+        pass
+
+    def save_checkpoint(self, checkpoint, path, options=None):
+        Path(path).mkdir()
+        for name in ("meta.pt", "shard0"):
+            (Path(path) / name).write_text(checkpoint)
+
+strategy = Strategy()
+checkpoints.write_whole(types.SimpleNamespace(strategy=strategy))
+target = Path(sys.argv[1])
+strategy.save_checkpoint("old", target)
+
+
+def rmtree(path, *_, **__):
+    if os.path.exists(path):
+        os.kill(os.getpid(), 9)
+
+checkpoints.shutil = types.SimpleNamespace(rmtree=rmtree)
+strategy.save_checkpoint("new", target)
+"""
+
+
+def test_a_kill_while_an_old_sharded_checkpoint_is_removed(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "last.ckpt")])
+    assert done.returncode == -signal.SIGKILL
+    sweep_parts(tmp_path)
+    assert (newest_checkpoint(tmp_path) / "shard0").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_one_fit_right_after_another_on_several_ranks(monkeypatch):
+    """The watch of the first goes on for a second, and has to end with what is its own."""
+
+    def gather(places, own):
+        places[:] = [own, (own[0], child.pid)]
+
+    def watches():
+        return sum(thread.name == "rank-watch" for thread in threading.enumerate())
+
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda what: errors.append(what.exc_value))
+    monkeypatch.setattr(rank_watch, "dist", SimpleNamespace(all_gather_object=gather))
+    trainer = SimpleNamespace(world_size=2, global_rank=0, strategy=SimpleNamespace(barrier=lambda: None))
+    watch, before = rank_watch.RankWatch(), watches()
+    with subprocess.Popen(["sleep", "100"]) as child:
+        files = len(os.listdir("/proc/self/fd"))
+        for _ in range(4):
+            watch.setup(trainer, None, "fit")
+            watch.on_fit_end(trainer, None)
+        until = time.monotonic() + 30
+        while watches() > before and time.monotonic() < until:
+            time.sleep(0.1)
+        assert watches() == before
+        assert len(os.listdir("/proc/self/fd")) == files
+        child.kill()
+    assert errors == []
