@@ -206,11 +206,9 @@ class RowTask(Task):
         return taken
 
     def _question(self, one: _Numbered) -> tuple[str, ...]:
-        """What of a row the prompt shows."""
-        if missing := sorted(self._template.fields() - one.row.keys()):
-            raise ValueError(
-                f"the template reads {missing}, but row {one.place} of the train set has only {sorted(one.row)}"
-            )
+        """What of a row the prompt shows. One that lacks some of it, to be refused later, is a copy of no other."""
+        if self._template.fields() - one.row.keys():
+            return (f"row {one.number}", "")
         return tuple(str(one.row[name]) for name in sorted(self._template.fields()))
 
 
