@@ -98,7 +98,8 @@ class MemberProcess:
         """Gives an order. One before it that nobody waited for, since it was interrupted, is ended first."""
         while self._is_asked:
             self._next(timeout)  # for nobody, errors too
-            self.interrupt()  # again: the first time it may not have begun
+            if self._is_asked:
+                self.interrupt()  # again: the first time it may not have begun
         self.send((name, arguments), timeout)
         self._is_asked = True
 
