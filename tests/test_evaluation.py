@@ -24,7 +24,7 @@ from lgrpo.metrics import PassAtK
 from lgrpo.rewards import NOT_YET, NumericMatch, Reward
 from lgrpo.tasks import Arithmetic, DatasetTask, SortDigits
 from tests.helpers import MODEL, LowDigits, build, fit, largest_difference
-from tests.processes import until_nobody_lives
+from tests.processes import process_stats, until_nobody_lives
 
 TINY = [f"--config={Path(__file__).parents[1] / 'configs' / 'tiny.yaml'}"]
 SHORT = ["--data.num_rollouts=3", "--trainer.max_epochs=3", "--data.evaluation.num_problems=16"]
@@ -344,8 +344,7 @@ def waiting_workers(parent: int) -> list[int]:
     """Children of a process and their children, once there are at least two of the latter."""
     for _ in range(600):
         time.sleep(0.2)
-        stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
-        parents = {int(stat.split()[0]): int(stat[stat.rindex(")") :].split()[2]) for stat in stats}
+        parents = {int(stat.split()[0]): int(stat[stat.rindex(")") :].split()[2]) for stat in process_stats()}
         children = [pid for pid, of in parents.items() if of == parent]
         workers = [pid for pid, of in parents.items() if of in children]
         if len(workers) >= 2:

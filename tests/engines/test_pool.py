@@ -47,7 +47,7 @@ def ask(engine, policy, texts=TEXTS, on_group=None):
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:
         return False
 
 
