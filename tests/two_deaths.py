@@ -19,7 +19,7 @@ class Death(RolloutCallback):
 
     def on_rollout_start(self, trainer: Any, pl_module: Any, rollout: int) -> None:
         if rollout == 2:
-            print(f"process {os.getpid()}", flush=True)
+            os.write(1, f"process {os.getpid()}\n".encode())  # in one piece: both ranks write
             if trainer.global_rank == self.rank:
                 time.sleep(1)
                 os.kill(os.getpid(), signal.SIGKILL)
