@@ -101,10 +101,8 @@ def write_whole(trainer: L.Trainer) -> None:
             target, old = Path(filepath), Path(f"{filepath}.old{PART}")
             if Path(part).is_dir():
                 write_sizes(Path(part))
-                if target.exists():
-                    os.replace(
-                        target, old
-                    )  # to remove a folder takes long, and until then one of the two is to be there
+                if target.exists():  # to remove a folder takes long: until the new one is there, it stays
+                    os.replace(target, old)
             os.replace(part, target)
             flush_folder(Path(filepath).parent)
             shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)

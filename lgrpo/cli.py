@@ -83,6 +83,9 @@ class SaveConfig(SaveConfigCallback):
 class LGRPOCLI(LightningCLI):
     """LightningCLI with the callbacks of the loop under keys of their own, and a run folder."""
 
+    folder = RunFolder(Path())
+    """Where a fit writes; nobody's where nothing is trained."""
+
     def __init__(self, args: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(
             GRPOModule,

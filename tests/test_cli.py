@@ -259,6 +259,12 @@ class WaitsToBegin(L.Callback):
         time.sleep(60)
 
 
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_a_mistake_where_there_is_no_folder(command):
+    with pytest.raises(ValueError, match="max_sequences is 0"):
+        main([command, *with_base("demo.yaml"), *QUICK, "--data.engine.max_sequences=0"])
+
+
 def test_a_run_that_began_keeps_its_folder(tmp_path):
     with pytest.raises(RuntimeError, match="no more"):
         main(["fit", *with_base("demo.yaml"), *QUICK, f"--run={tmp_path}", "--trainer.callbacks=tests.test_cli.Fails"])
