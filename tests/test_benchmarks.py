@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.benchmarks import check, page, studies
 from tests.benchmarks.apart import Apart
@@ -182,6 +183,37 @@ def test_syncs_alone(tmp_path):
     assert "tensor_checksum" in profile.read_text()
 
 
+def test_engines_alone(tmp_path):
+    out, profiles = tmp_path / "engines.json", tmp_path / "profiles"
+    command = [sys.executable, "-m", "tests.benchmarks.engines", "--shape", "tiny", "--processes", "0", "2"]
+    command += ["--prompts", "3", "--group", "2", "--prompt-tokens", "4", "--completion-tokens", "5", "--rollouts", "2"]
+    command += ["--ahead", "3", "--out", str(out), "--profile", str(profiles)]
+    done = subprocess.run(command, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    runs = json.loads(out.read_text())["runs"]
+    assert [run["processes"] for run in runs] == [0, 2]
+    for run in runs:
+        assert len(run["rollouts"]) == 2
+        assert all(set(row) == {"wake", "sync", "generate", "rest"} for row in (*run["rollouts"], run["ahead"]))
+        assert all(row["generate"] > 0 < row["sync"] for row in (*run["rollouts"], run["ahead"]))
+    assert len(list(profiles.iterdir())) == 3, "the trainer's, and one of each engine"
+    assert all("_decode" in path.read_text() for path in profiles.iterdir())
+    assert [line.split(" | ")[0] for line in done.stdout.decode().splitlines()[-3:-1]] == ["| in the trainer", "| 2"]
+
+
+def test_a_made_model_is_the_same_every_time(tmp_path):
+    """It is drawn by several threads."""
+    for name in ("a", "b"):
+        make_model(tmp_path / name, "tiny", 64)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    matrices = {name: tensor for name, tensor in first.items() if tensor.dim() > 1}
+    assert all(tensor.std().item() == pytest.approx(0.02, rel=0.1) for tensor in matrices.values())
+    assert all((first[name] == 1).all() for name in first.keys() - matrices.keys())
+    assert len({tensor.flatten()[0].item() for tensor in matrices.values()}) == len(matrices), "and none is another"
+
+
 class TestCheck:
     @pytest.mark.parametrize("name", sorted(KEPT))
     def test_a_kept_result_is_no_worse_than_itself_and_seconds_do_not_matter(self, name, tmp_path):
@@ -251,6 +283,6 @@ def test_a_cache_for_all_that_is_decoded_at_a_time(v, sequences, also, tmp_path)
     make_model(tmp_path, "demo", 64)
     phases = [*also, {"workload": "fixed", "v": v, "steps": v, "warm_up": 0}]
     sizes = {"prompts": 2, "group": 2, "prompt_tokens": 4, "completion_tokens": 6, "mean_tokens": 1.0, "cap_tokens": 3}
-    work = Work(Namespace(folder=tmp_path, processes=2, phases=phases, **sizes))
+    work = Work(Namespace(folder=tmp_path, processes=2, sequences=512, phases=phases, **sizes))
     each = (4 + 6) * 2 * 2 * 96 * 2 / 2**30  # tokens, layers, keys and values, width, bytes
     assert work.cache_gib() == pytest.approx(1.1 * sequences * each)

@@ -62,6 +62,7 @@ class TooFew(BatchReward):
         (returns(float("-inf")), "Odd returned -inf"),
         (returns(None), "Odd returned None"),
         (returns("good"), "Odd returned 'good'"),
+        (returns("1"), "Odd returned '1'"),
         (TooFew(), "TooFew returned 3 rewards for 4 completions"),
     ],
 )

@@ -30,8 +30,10 @@ def main_runs(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def describe(name: str, result: dict[str, Any]) -> str:
     """The tables of a result."""
-    blocks = []
-    for run in main_runs(result):
+    blocks, runs = [], main_runs(result)
+    for run in runs:
+        if run.get("brief"):
+            continue
         s = run["settings"]
         tokens = (
             f"{s['completion_tokens']} tokens each"
@@ -47,7 +49,23 @@ def describe(name: str, result: dict[str, Any]) -> str:
         title += f"; {run['note']}" if "note" in run else ""
         title += f". Ratio to TRL: **{run['ratio']:.2f}**" if "ratio" in run else ""
         blocks.append(f"{title}\n\n{table(run)}")
+    if others := [run for run in runs if run.get("brief")]:
+        blocks.append(brief(others))
     return "\n\n".join([*blocks, source(result, f"step-{name}.json")])
+
+
+def brief(runs: list[dict[str, Any]]) -> str:
+    """Runs that are kept beside newer ones, a row each."""
+    lines = ["| other runs | v | lgrpo, s | generate | TRL, s | generate | ratio | GiB |", "|---|" + "---:|" * 7]
+    for run in runs:
+        ours, peer = run["lgrpo"], run.get("trl", {})
+        cells = [f"{run['settings']['workload']} lengths: {run['note']}", str(run["settings"]["v"])]
+        for figures in (ours, peer):
+            cells += [f"{figures['step_seconds']:.3g}", f"{figures['stages']['generate']:.3g}"] if figures else ["", ""]
+        cells.append(f"{run['ratio']:.2f}" if "ratio" in run else "")
+        cells.append(" / ".join(f"{figures['peak_gib']:.3g}" for figures in (ours, peer) if figures))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def source(result: dict[str, Any], file: str) -> str:
@@ -104,7 +122,7 @@ def draw_stages(results: dict[str, dict[str, Any]], path: Path) -> None:
         (f"{NAMES[system]}{_setting(run, system)}\n{result['model']}, {run['settings']['workload']}", run[system], run)
         for result in results.values()
         for run in main_runs(result)
-        if "ratio" in run
+        if "ratio" in run and not run.get("brief")
         for system in (["lgrpo"] if run["sweep"] else ["trl", "lgrpo"])  # beside the same bar of TRL's
     ]
     figure, axes = plt.subplots(figsize=(8, 0.55 * len(rows) + 1.3), layout="constrained")

@@ -54,7 +54,7 @@ SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
 }
 SETTINGS = ("prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens", "micro_batches")
 SETTINGS += ("checkpointing", "compile", "liger", "continuous_batching", "threads", "clock", "engine_memory")
-SETTINGS += ("processes", "peer_engine_memory", "peer_sleeps", "peer_correction", "activation_memory")
+SETTINGS += ("processes", "sequences", "peer_engine_memory", "peer_sleeps", "peer_correction", "activation_memory")
 
 
 def machine_name(device: str) -> str:
@@ -79,6 +79,13 @@ def start(system: str, options: argparse.Namespace, phases: list[dict[str, Any]]
     """A process for one system, which waits for its turn."""
     there = argparse.Namespace(**vars(options), phases=phases)
     return Apart("tests.benchmarks.step", system, there, options.threads)
+
+
+def ensure_model(options: argparse.Namespace) -> None:
+    """Makes the model of random weights, where that is what is asked for and it is not there yet."""
+    if options.model in SHAPES and not Path(options.folder, "config.json").exists():
+        longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
+        make_model(Path(options.folder), options.model, options.prompt_tokens + longest)
 
 
 def measure(process: Apart, limit: float, phases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -113,6 +120,7 @@ def compare(
             for one in parts if options.early_start else [system]:
                 if one not in processes:
                     processes[one] = stack.enter_context(start(one, options, [phases[i] for i in parts[one]]))
+            ensure_model(options)  # while they import
             chosen = [runs[i] for i in places]
             begin = time.perf_counter()
             found = measure(processes[system], options.limit, [phases[i] for i in places])
@@ -199,6 +207,7 @@ def parse() -> argparse.Namespace:
         type=int,
         help="lgrpo samples with an EnginePool of so many; 0: in the trainer's. By default 2 for small models on a CPU",
     )
+    parser.add_argument("--sequences", type=int, default=512, help="that each vLLM of lgrpo decodes at a time")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
     parser.add_argument("--activation-memory", type=float, default=0.8, help="lgrpo's policy.activation_memory")
@@ -235,6 +244,8 @@ def parse() -> argparse.Namespace:
         )
     if options.also_v and options.workload == ["none"]:
         parser.error("--also-v goes with a workload, and there is none")
+    if options.sequences <= 0:
+        parser.error(f"--sequences is {options.sequences}; it must be above 0")
     if options.processes is None:
         options.processes = 2 if small and not cuda and options.threads is None and (os.cpu_count() or 1) > 1 else 0
     if options.clock == "cpu" and options.processes:
@@ -275,11 +286,7 @@ def main() -> None:
     results |= {"peak_flops": options.peak_flops, "runs": []}
     workloads: list[str] = options.workload
     with tempfile.TemporaryDirectory() as name:
-        options.folder = options.model
-        if options.model in SHAPES:
-            longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
-            make_model(Path(name), options.model, options.prompt_tokens + longest)
-            options.folder = name
+        options.folder = name if options.model in SHAPES else options.model
         jobs: list[tuple[str | None, argparse.Namespace, list[dict[str, Any]]]] = []
         main_ones = [phase(options, w, options.v, options.steps, options.warm_up) for w in workloads if w != "none"]
         main_ones += [phase(options, w, v, v, 0) for v in options.also_v for w in workloads if w != "none"]

@@ -20,6 +20,7 @@ from tests.benchmarks.stages import Stages
 from tests.benchmarks.workload import (
     PrescribedEmbedded,
     PrescribedVLLM,
+    cache_gib,
     lengths,
     prescribe_embedded,
     prescribe_generate,
@@ -94,8 +95,8 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
                 stages.end_step(trainer.global_step)
 
     stages.wrap(type(engine), "generate", "generate")
-    stages.wrap(type(engine), "rest", "generate")
-    stages.wrap(type(engine), "wake", "generate")
+    stages.wrap(type(engine), "rest", "sleep")
+    stages.wrap(type(engine), "wake", "sleep")
     stages.wrap(type(engine), "load_weights", "sync")
     stages.wrap(GroupScores, "__call__", "rest")
     stages.wrap(GroupScores, "result", "score")
@@ -135,6 +136,7 @@ def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
         engine = (PrescribedVLLM if pooled else VLLMEngine)(
             dtype="bfloat16",
             max_model_len=options.prompt_tokens + work.longest,
+            max_num_seqs=options.sequences,
             gpu_memory_utilization=options.engine_memory / max(1, options.processes),
             kv_cache_gib=work.cache_gib() / options.processes if pooled else None,  # known, they start at once
         )
@@ -304,16 +306,15 @@ class Work:
         return sampled, sampled + self.size * self.options.prompt_tokens
 
     def cache_gib(self) -> float:
-        """Keys and values, in two bytes each and a tenth more, of a rollout's completions, all of them the longest.
+        """Room for a rollout's completions, all of them the longest.
 
-        In cycles of several rollouts: of as many as the engines decode at a time, and at least that.
+        In cycles of several rollouts: for as many as the engines decode at a time, and at least that.
         """
         from transformers import AutoConfig
 
-        config, prompt = AutoConfig.from_pretrained(self.options.folder), self.options.prompt_tokens
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        at_most, tokens = self.options.processes * VLLMEngine().max_num_seqs, self.size * (prompt + self.longest)
+        prompt, tokens = self.options.prompt_tokens, self.size * (self.options.prompt_tokens + self.longest)
+        at_most = self.options.processes * self.options.sequences
         for number, phase in enumerate(self.options.phases):
             mean = self.tokens(number)[0] / self.size
             tokens = max(tokens, min(self.size * phase["v"], at_most) * (prompt + mean))
-        return 1.1 * tokens * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2 / 2**30
+        return cache_gib(AutoConfig.from_pretrained(self.options.folder), tokens)

@@ -7,13 +7,19 @@ it, and the last token ends it whatever it is. ``prescribe_*`` do that at the on
 
 from __future__ import annotations
 
+import cProfile
 import math
+import os
+import pstats
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import PretrainedConfig
 
 from lgrpo import Prompt
 from lgrpo.engines import TransformersEngine, VLLMEngine
@@ -44,13 +50,33 @@ def make_model(folder: Path, shape: str, longest: int) -> None:
 
     from lgrpo.policy import character_tokenizer
 
-    torch.manual_seed(0)
     tokenizer = character_tokenizer(DEMO_CHARACTERS if shape == "demo" else CHARACTERS)
     size = {"vocab_size": len(tokenizer)} | SHAPES[shape]
     special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     config = LlamaConfig(**size, max_position_embeddings=longest, tie_word_embeddings=True, **special)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    with torch.device("meta"):  # where nothing is drawn: transformers draws on one core, a minute long at 1.5B
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device="cpu").tie_weights()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(partial(_fill, config.initializer_range), enumerate(model.parameters())))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _fill(spread: float, numbered: tuple[int, torch.nn.Parameter]) -> None:
+    """Weights of a new model: those of a norm are 1, others random, the same in every run."""
+    seed, parameter = numbered
+    if parameter.dim() == 1:
+        parameter.fill_(1.0)
+    else:
+        parameter.normal_(0.0, spread, generator=torch.Generator().manual_seed(seed))
+
+
+def cache_gib(config: PretrainedConfig, tokens: float) -> float:
+    """Keys and values of so many tokens, in two bytes each and a tenth more."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 1.1 * tokens * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2 / 2**30
 
 
 def prompt_texts(folder: Path, num_tokens: int, count: int) -> list[str]:
@@ -163,6 +189,8 @@ class _Prescribed:
 
     given: Sequence[int] = ()
     group = 1
+    profile: Path | None = None
+    """A folder: where the time of a generation goes, the last one's, in a file for each process."""
     prescribe: Callable[[Sequence[int]], None]
     _order: list[int] | None = None
 
@@ -172,7 +200,15 @@ class _Prescribed:
             self.prescribe(self._order)
         for prompt in prompts:
             self._order += self.given[prompt.position * self.group : (prompt.position + 1) * self.group]
-        return super().generate(prompts, *arguments)  # type: ignore[misc]
+        generate = super().generate  # type: ignore[misc]
+        if self.profile is None:
+            return generate(prompts, *arguments)
+        profiler = cProfile.Profile()
+        try:
+            return profiler.runcall(generate, prompts, *arguments)
+        finally:
+            with (self.profile / f"engine-{os.getpid()}.txt").open("w") as file:
+                pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(60)
 
 
 class PrescribedVLLM(_Prescribed, VLLMEngine):  # type: ignore[misc]
