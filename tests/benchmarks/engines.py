@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lgrpo import CausalPolicy, Prompt, Sampling
+from lgrpo import CausalPolicy, Completion, Prompt, Sampling
 from lgrpo.engines import EnginePool, RolloutEngine
 from tests.benchmarks.stages import forget_peak_memory, peak_memory
 from tests.benchmarks.step import RESULTS, machine_name, slug
@@ -53,42 +53,46 @@ def make_engine(policy: CausalPolicy, processes: int, options: argparse.Namespac
 
 def measure(policy: CausalPolicy, processes: int, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every part of every rollout after the first, and of a cycle in one call, per rollout."""
-    engine, sampling, first = make_engine(policy, processes, options), Sampling(max_tokens=options.completion_tokens), 0
-    rows: list[dict[str, float]] = []
-    for rollout, count in enumerate([1] * (1 + options.rollouts) + [options.ahead]):
-        text = "".join(CHARACTERS[:1] * options.prompt_tokens)
-        places = range(first, first + count * options.prompts)
-        first = places.stop
-        ids = [[2 + (place + n) % 400 for n in range(options.prompt_tokens)] for place in places]
-        prompts = [Prompt(token_ids=own, text=text, row={}, position=p) for own, p in zip(ids, places, strict=True)]
-        with torch.no_grad():
-            for weight in policy.parameters():
-                weight.add_(1e-5)
-        if rollout == 1:
+    engine, rows, first = make_engine(policy, processes, options), list[dict[str, float]](), 0
+    for call, count in enumerate([1] * (1 + options.rollouts) + [options.ahead]):
+        if call == 1:
             forget_peak_memory()
-        clock = [time.perf_counter()]
-
-        def lap(clock: list[float] = clock) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            clock.append(time.perf_counter())
-
-        engine.wake()
-        lap()
-        engine.load_weights(policy.weights(), rollout, num_rollouts=count)
-        lap()
-        groups = engine.generate(prompts, options.group, sampling, 0, policy.tokenizer)
-        lap()
-        engine.spent = True
-        engine.rest()
-        lap()
-        if any(len(c.token_ids) != options.completion_tokens for group in groups for c in group):
-            raise RuntimeError("a completion has another length than it was to have")
-        rows.append({part: (clock[i + 1] - clock[i]) / count for i, part in enumerate(PARTS)})
-    asleep = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    found = {"processes": processes, "peak_gib": peak_memory() / 2**30, "asleep_gib": (asleep[1] - asleep[0]) / 2**30}
+        prompts, last = list[Prompt](), first + count * options.prompts
+        for position in range(first, last):
+            ids = [2 + (position + n) % len(CHARACTERS) for n in range(options.prompt_tokens)]
+            prompts.append(Prompt(token_ids=ids, text="", row={}, position=position))
+        first = last
+        rows.append({part: seconds / count for part, seconds in one_call(engine, policy, prompts, options).items()})
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    found = {"processes": processes, "peak_gib": peak_memory() / 2**30, "asleep_gib": (total - free) / 2**30}
     engine.close()
     return found | {"rollouts": rows[1:-1], "ahead": rows[-1]}
+
+
+def one_call(
+    engine: RolloutEngine, policy: CausalPolicy, prompts: list[Prompt], options: argparse.Namespace
+) -> dict[str, float]:
+    """Other weights, and completions of them; seconds of every part."""
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(1e-5)
+    sampling, groups = Sampling(max_tokens=options.completion_tokens), list[list[Completion]]()
+
+    def generate() -> None:
+        groups.extend(engine.generate(prompts, options.group, sampling, 0, policy.tokenizer))
+        engine.spent = True
+
+    seconds = {}
+    parts = (engine.wake, lambda: engine.load_weights(policy.weights(), len(engine.ledger)), generate, engine.rest)
+    for name, part in zip(PARTS, parts, strict=True):
+        start = time.perf_counter()
+        part()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - start
+    if any(len(completion.token_ids) != options.completion_tokens for group in groups for completion in group):
+        raise RuntimeError("a completion has another length than it was to have")
+    return seconds
 
 
 def table(results: dict[str, Any]) -> str:
