@@ -229,21 +229,23 @@ class VLLMServerEngine(SharedFleet):
     # Inside
 
     def _connect(self, transfer: FileTransfer, weights: PolicyWeights) -> list[VLLMServer]:
-        if self.urls is not None:
-            key = os.environ.get(self.api_key_env)
-            self._is_seeded = bool(self.seeded)
-            servers = [VLLMServer(url, key) for url in self.urls]
-            patience = min(10.0, self.start_timeout)  # they should be running already
-        else:
-            vllm = import_vllm()
-            self._on_cpu = vllm.platforms.current_platform.is_cpu()
-            self._is_seeded = self._on_cpu if self.seeded is None else self.seeded
-            self._server_dtype = self._server_dtype or next(iter(weights))[1].dtype
-            if isinstance(transfer, NCCLTransfer):
-                self._check_apart()
-            servers = [self._start(transfer, index) for index in range(self.num_servers)]
-            patience = self.start_timeout
+        servers: list[VLLMServer] = []
         try:
+            if self.urls is not None:
+                key = os.environ.get(self.api_key_env)
+                self._is_seeded = bool(self.seeded)
+                servers += [VLLMServer(url, key) for url in self.urls]
+                patience = min(10.0, self.start_timeout)  # they should be running already
+            else:
+                vllm = import_vllm()
+                self._on_cpu = vllm.platforms.current_platform.is_cpu()
+                self._is_seeded = self._on_cpu if self.seeded is None else self.seeded
+                self._server_dtype = self._server_dtype or next(iter(weights))[1].dtype
+                if isinstance(transfer, NCCLTransfer):
+                    self._check_apart()
+                for index in range(self.num_servers):
+                    servers.append(self._start(transfer, index))
+                patience = self.start_timeout
             for server in servers:
                 server.wait_until_ready(patience)
                 self._check_model(server)

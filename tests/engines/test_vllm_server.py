@@ -187,6 +187,24 @@ def test_no_memory_for_the_cache(policy):
     engine.close()
 
 
+def test_interrupted_between_two_starts(policy, monkeypatch):
+    """The first server is up, or about to be, when the second is not started any more: it does not stay."""
+    started, start = [], VLLMServer.start
+
+    def interrupted(*arguments):
+        if started:
+            raise KeyboardInterrupt
+        started.append(start(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(VLLMServer, "start", interrupted)
+    engine = VLLMServerEngine(num_servers=2)
+    with pytest.raises(KeyboardInterrupt):
+        engine.load_weights(policy.weights(), 0)
+    assert started[0].process.poll() is not None
+    engine.close()
+
+
 def test_a_run_that_fails_leaves_no_server_behind(tmp_path):
     """A process that ends by an error, its server still up: afterwards neither server nor files are there."""
     script = (
