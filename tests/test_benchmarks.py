@@ -183,22 +183,30 @@ def test_syncs_alone(tmp_path):
     assert "tensor_checksum" in profile.read_text()
 
 
-def test_engines_alone(tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "processes", "names", "watched"),
+    [("embedded", [0, 2], ["| in the trainer", "| 2"], "_decode"), ("vllm", [1], ["| 1"], "schedule")],
+)
+def test_engines_alone(engine, processes, names, watched, tmp_path):
+    if engine == "vllm":
+        pytest.importorskip("vllm")
     out, profiles = tmp_path / "engines.json", tmp_path / "profiles"
-    command = [sys.executable, "-m", "tests.benchmarks.engines", "--shape", "tiny", "--processes", "0", "2"]
+    command = [sys.executable, "-m", "tests.benchmarks.engines", "--shape", "tiny", "--engine", engine]
+    command += ["--processes", *map(str, processes)]
     command += ["--prompts", "3", "--group", "2", "--prompt-tokens", "4", "--completion-tokens", "5", "--rollouts", "2"]
     command += ["--ahead", "3", "--out", str(out), "--profile", str(profiles)]
     done = subprocess.run(command, capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
     runs = json.loads(out.read_text())["runs"]
-    assert [run["processes"] for run in runs] == [0, 2]
+    assert [run["processes"] for run in runs] == processes
     for run in runs:
         assert len(run["rollouts"]) == 2
         assert all(set(row) == {"wake", "sync", "generate", "rest"} for row in (*run["rollouts"], run["ahead"]))
         assert all(row["generate"] > 0 < row["sync"] for row in (*run["rollouts"], run["ahead"]))
-    assert len(list(profiles.iterdir())) == 3, "the trainer's, and one of each engine"
-    assert all("_decode" in path.read_text() for path in profiles.iterdir())
-    assert [line.split(" | ")[0] for line in done.stdout.decode().splitlines()[-3:-1]] == ["| in the trainer", "| 2"]
+    assert len(list(profiles.iterdir())) == sum(max(1, count) for count in processes), "one of each engine"
+    assert all(watched in path.read_text() for path in profiles.iterdir())
+    rows = done.stdout.decode().splitlines()[-1 - len(runs) : -1]
+    assert [line.split(" | ")[0] for line in rows] == names
 
 
 def test_a_made_model_is_the_same_every_time(tmp_path):
@@ -276,13 +284,13 @@ def test_the_page_of_studies_is_that_of_the_kept_rows():
     assert studies.PAGE.read_text(encoding="utf-8") == studies.page()
 
 
-@pytest.mark.parametrize(("v", "sequences"), [(1, 4), (10, 40), (400, 1024)])
+@pytest.mark.parametrize(("v", "at_most", "sequences"), [(1, 512, 4), (10, 512, 40), (400, 512, 1024), (400, 320, 640)])
 @pytest.mark.parametrize("also", [[], [{"workload": "realistic", "v": 1, "steps": 2, "warm_up": 1}]])
-def test_a_cache_for_all_that_is_decoded_at_a_time(v, sequences, also, tmp_path):
+def test_a_cache_for_all_that_is_decoded_at_a_time(v, at_most, sequences, also, tmp_path):
     """With less, a cycle in one call is no faster than its rollouts one by one, whatever else is measured."""
     make_model(tmp_path, "demo", 64)
     phases = [*also, {"workload": "fixed", "v": v, "steps": v, "warm_up": 0}]
     sizes = {"prompts": 2, "group": 2, "prompt_tokens": 4, "completion_tokens": 6, "mean_tokens": 1.0, "cap_tokens": 3}
-    work = Work(Namespace(folder=tmp_path, processes=2, sequences=512, phases=phases, **sizes))
+    work = Work(Namespace(folder=tmp_path, processes=2, sequences=at_most, phases=phases, **sizes))
     each = (4 + 6) * 2 * 2 * 96 * 2 / 2**30  # tokens, layers, keys and values, width, bytes
     assert work.cache_gib() == pytest.approx(1.1 * sequences * each)

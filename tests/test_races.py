@@ -24,9 +24,10 @@ from lgrpo.callbacks import (
     rollout_recorder,
 )
 from lgrpo.checkpoints import newest_checkpoint, sweep_parts
-from lgrpo.engines import TransformersEngine, WeightSyncError
+from lgrpo.engines import TransformersEngine, WeightSyncError, children
 from lgrpo.engines.base import RolloutEngine
 from tests.helpers import build, fit, largest_difference
+from tests.processes import until_nobody_lives
 
 EVALUATED = {
     "limit_val_batches": 1.0,
@@ -238,3 +239,18 @@ def test_one_fit_right_after_another_on_several_ranks(monkeypatch):
         assert len(os.listdir("/proc/self/fd")) == files
         child.kill()
     assert errors == []
+
+
+def test_interrupted_while_a_process_is_started(tmp_path):
+    """Whoever asked for it never learns that it is there: it does not stay."""
+    pid, blocked, started = tmp_path / "pid", threading.Event(), children._parent_thread
+    started.submit(blocked.wait)  # so that the interrupt comes before the process
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        children.start_process(["bash", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600"])
+    timer.join()
+    blocked.set()
+    started.submit(lambda: None).result(timeout=20)  # behind what was asked for
+    time.sleep(0.2)
+    assert not pid.exists() or until_nobody_lives(lambda stat: stat[0] == pid.read_text().strip())

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,19 @@ _parent_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-parent")
 
 def start_process(command: list[str], **options: Any) -> subprocess.Popen:
     """In a session of its own, so that Ctrl-C is for the trainer alone."""
-    return _parent_thread.submit(
+    starting = _parent_thread.submit(
         lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent, **options)
-    ).result()
+    )
+    try:
+        return starting.result()
+    except BaseException:  # an interrupt: whoever asked will never know of it
+        starting.add_done_callback(_kill_started)
+        raise
+
+
+def _kill_started(started: Future[subprocess.Popen]) -> None:
+    if started.exception() is None:
+        kill_process(started.result())
 
 
 def _die_with_parent() -> None:

@@ -56,7 +56,7 @@ class EnginePool(RolloutEngine):
     """Several engines on the trainer's device, each in a process of its own, which share the prompts out among them.
 
     vLLM schedules the tokens of all its completions in one thread of Python. For a model of up to a few billion
-    parameters that thread, not the GPU, is what generation waits for; two of them take half as long each.
+    parameters that thread, not the GPU, is what generation waits for; two of them have half as much to do each.
 
     A process that ends or hangs is started again with the weights the others hold, and its prompts are asked again. Of
     a policy with LoRA, the merged weights travel.

