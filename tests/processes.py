@@ -19,9 +19,8 @@ def process_stats():
 def until_nobody_lives(wanted, seconds=20):
     """Waits until no process is left that ``wanted`` (of its /proc/…/stat) and that is no zombie."""
     for _ in range(seconds * 10):
-        fields = [
-            [s.split()[0], *s[s.rindex(")") :].split()] for s in process_stats()
-        ]  # pid, ")", state, parent, group
+        # pid, ")", state, parent, group
+        fields = [[s.split()[0], *s[s.rindex(")") :].split()] for s in process_stats()]
         if not any(wanted(stat) and stat[2] not in "ZX" for stat in fields):
             return True
         time.sleep(0.1)

@@ -61,15 +61,17 @@ class TestAgainstOneGPU:
         assert found.step_seconds == pytest.approx(run["step_seconds"], rel=0.06)
         assert list(found.lags) == run["lags"]
 
-    @pytest.mark.parametrize(("command", "slots"), [("A", 640), ("B", 1024), ("C", 490), ("D", 900)])
-    def test_v_10_is_foretold_of_two_engines(self, command, slots, tmp_path):
-        """Each command from its own v = 1: one step or two, and machines differ, so within an eighth."""
+    @pytest.mark.parametrize(
+        ("command", "slots", "within"), [("A", 640, 0.125), ("B", 1024, 0.08), ("C", 490, 0.04), ("D", 900, 0.02)]
+    )
+    def test_v_10_is_foretold_of_two_engines(self, command, slots, within, tmp_path):
+        """Each command from its own v = 1, which is one step or two: some are foretold better than others."""
         content = json.loads(POOL.read_text())
         own = [run for run in content["runs"] if run["note"].startswith(command) and run["sweep"] in (None, "also v")]
         by_v = {run["settings"]["v"]: run for run in own if run["settings"]["workload"] == "fixed"}
         (tmp_path / "command.json").write_text(json.dumps(content | {"runs": [by_v[1]]}))
         found = one_gpu(read_measured(tmp_path / "command.json"), slots=slots, period=10, generate_ahead=True)
-        assert found.step_seconds == pytest.approx(by_v[10]["lgrpo"]["step_seconds"], rel=0.125)
+        assert found.step_seconds == pytest.approx(by_v[10]["lgrpo"]["step_seconds"], rel=within)
 
 
 class TestAgainstTheLoop:

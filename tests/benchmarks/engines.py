@@ -27,7 +27,14 @@ from lgrpo import CausalPolicy, Completion, Prompt, Sampling
 from lgrpo.engines import EnginePool, RolloutEngine
 from tests.benchmarks.stages import forget_peak_memory, peak_memory
 from tests.benchmarks.step import RESULTS, machine_name, slug
-from tests.benchmarks.workload import CHARACTERS, SHAPES, PrescribedEmbedded, PrescribedVLLM, cache_gib
+from tests.benchmarks.workload import (
+    CHARACTERS,
+    SHAPES,
+    PrescribedEmbedded,
+    PrescribedVLLM,
+    cache_gib,
+    random_policy,
+)
 
 PARTS = ("wake", "sync", "generate", "rest")
 
@@ -133,11 +140,7 @@ def main() -> None:
             parser.error("--profile slows generating down: such results are kept where --out says, not beside others")
         options.profile.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = {"model_type": "llama", "max_position_embeddings": options.prompt_tokens + options.completion_tokens}
-    sizes |= {"tie_word_embeddings": True, "vocab_size": 512}
-    policy = CausalPolicy(config=sizes | SHAPES[options.shape], characters=CHARACTERS)
-    with torch.device(device):
-        policy.build()
+    policy = random_policy(options.shape, options.prompt_tokens + options.completion_tokens)
     machine, packages = machine_name(device), {"torch": "torch", "transformers": "transformers"}
     if options.engine == "vllm":
         packages["vllm"] = packages_distributions()["vllm"][0]  # of a CPU it may have another name

@@ -24,7 +24,7 @@ import torch
 from lgrpo import CausalPolicy
 from lgrpo.engines import EnginePool, RolloutEngine, TransformersEngine, VLLMEngine
 from tests.benchmarks.step import RESULTS, machine_name, slug
-from tests.benchmarks.workload import SHAPES
+from tests.benchmarks.workload import SHAPES, random_policy
 
 
 def make_engine(processes: int) -> RolloutEngine:
@@ -68,10 +68,7 @@ def main() -> None:
     if options.syncs < 1:
         parser.error(f"--syncs is {options.syncs}: one at least is measured")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = {"model_type": "llama", "max_position_embeddings": 1024, "tie_word_embeddings": True}
-    policy = CausalPolicy(config=sizes | SHAPES[options.shape], characters="0123456789")
-    with torch.device(device):
-        policy.build()
+    policy = random_policy(options.shape, 1024)
     machine, packages = machine_name(device), ("torch", "transformers", *(["vllm"] if device == "cuda" else []))
     results: dict[str, Any] = {"machine": machine, "versions": {name: version(name) for name in packages}}
     results |= {"shape": options.shape, "runs": []}

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from lgrpo import Prompt
+from lgrpo import CausalPolicy, Prompt
 from lgrpo.engines import TransformersEngine, VLLMEngine
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -71,6 +71,15 @@ def _fill(spread: float, numbered: tuple[int, torch.nn.Parameter]) -> None:
         parameter.fill_(1.0)
     else:
         parameter.normal_(0.0, spread, generator=torch.Generator().manual_seed(seed))
+
+
+def random_policy(shape: str, longest: int) -> CausalPolicy:
+    """A policy of random weights, where it is to be trained: on a GPU, if there is one."""
+    sizes = {"model_type": "llama", "max_position_embeddings": longest, "tie_word_embeddings": True, "vocab_size": 512}
+    policy = CausalPolicy(config=sizes | SHAPES[shape], characters=CHARACTERS)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        policy.build()
+    return policy
 
 
 def cache_gib(config: PretrainedConfig, tokens: float) -> float:
