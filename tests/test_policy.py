@@ -192,6 +192,7 @@ SIZES = {
     "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
     "mistral": {"num_key_value_heads": 1, "sliding_window": 4},
     "gpt_neox": {},
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},  # its positions count from a row's beginning
 }
 
 
