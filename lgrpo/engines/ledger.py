@@ -98,5 +98,5 @@ def largest(tensors: list[Tensor]) -> Tensor:
     """Of each tensor the largest number by size, not finite where one of them is not."""
     first = tensors[0].device
     if first.type == "cuda" and all(t.device == first and t.is_floating_point() and t.numel() for t in tensors):
-        return torch.stack([norm.float() for norm in torch._foreach_norm(tensors, math.inf)])
+        return torch.stack(torch._foreach_norm(tensors, math.inf)).float()
     return torch.stack([tensor.sum().float().to(first) for tensor in tensors])

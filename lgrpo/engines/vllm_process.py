@@ -49,6 +49,11 @@ def explain(error: Exception, config: PretrainedConfig) -> str:
     text, architecture = str(error), (config.architectures or [config.model_type])[0]
     if "are not supported" in text or "no vLLM implementation" in text.lower() or "head_size" in text.lower():
         return f"vLLM cannot serve {architecture}: {first_line(error)}. Use lgrpo.engines.TransformersEngine"
+    if "memory profiling" in text:
+        return (
+            "vLLM looks how much of the GPU's memory is free, and another process gave some back meanwhile: start it "
+            f"again, or set kv_cache_gib, with which it does not look ({first_line(error)})"
+        )
     if "KV cache" in text or "cache blocks" in text or "memory" in text.lower():
         return (
             f"vLLM found no memory for the KV cache: {first_line(error)}. Lower max_model_len, or raise kv_cache_gib "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -106,8 +106,8 @@ def chunked_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """``token_logprobs(head(hidden), targets)`` for hidden [N, H], holding logits of ``chunk_size`` tokens at a time.
 
-    The backward pass computes each chunk's logits again, so the peak is one chunk there too; a single one is
-    kept.
+    The last chunk's logits are kept for the backward pass, which computes those of the others again: so the peak is one
+    chunk there too. What does not fill a chunk comes first.
 
     >>> hidden, head = torch.eye(3), torch.nn.Linear(3, 3, bias=False)
     >>> whole = token_logprobs(head(hidden), torch.tensor([0, 1, 2]))[0]
@@ -118,13 +118,12 @@ def chunked_token_logprobs(
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(head(h), t, temperature, entropy_gradient, compile)
 
-    pieces, is_one = [], len(hidden) <= chunk_size
-    for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
-        if torch.is_grad_enabled() and not is_one:
-            pieces.append(checkpoint(chunk, h, t, use_reentrant=False))
-        else:
-            pieces.append(chunk(h, t))
-    if not pieces:  # no tokens: still part of the graph
+    whole, rest = divmod(len(hidden), chunk_size)
+    if not whole + rest:  # no tokens: still part of the graph
         return hidden.sum(-1).float(), hidden.new_zeros(0, dtype=torch.float32)
+    sizes = [rest] * bool(rest) + [chunk_size] * whole
+    *others, last = zip(hidden.split(sizes), targets.split(sizes), strict=True)
+    again = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
+    pieces = [*(again(h, t) for h, t in others), chunk(*last)]
     logprobs, entropies = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -209,21 +210,22 @@ def test_chunks_change_neither_value_nor_gradient(chunk_size):
 
 
 def test_never_more_logits_than_a_chunk():
-    """Both paths: the head is called with at most chunk_size states, and no [tokens, vocabulary] tensor is saved."""
-    head, seen = torch.nn.Linear(8, 1000), []
-    hidden, targets = torch.randn(64, 8, requires_grad=True), torch.randint(0, 1000, (64,))
+    """The head sees a chunk at a time, when no other's logits are left; the last one's wait for the backward pass."""
+    head, sizes, logits = torch.nn.Linear(8, 1000), [], []
+    hidden, targets = torch.randn(70, 8, requires_grad=True), torch.randint(0, 1000, (70,))
 
-    def counted(h):
-        seen.append(len(h))
-        return head(h)
+    def watched(h):
+        assert not any(out() is not None for out in logits)
+        sizes.append(len(h))
+        out = head(h)
+        logits.append(weakref.ref(out))
+        return out
 
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        logprobs, _ = F.chunked_token_logprobs(hidden, counted, targets, chunk_size=16)
-    assert seen == [16] * 4
-    assert max(saved, default=0) < 1000, "a tensor of the size of a chunk's logits was kept for the backward pass"
+    logprobs, _ = F.chunked_token_logprobs(hidden, watched, targets, chunk_size=16)
+    assert sizes == [6, 16, 16, 16, 16]
+    assert [out() is not None for out in logits] == [False] * 4 + [True]
     logprobs.sum().backward()
-    assert seen == [16] * 8, "computed again, chunk by chunk, in the backward pass"
+    assert sizes[5:] == [16, 16, 16, 6], "all others are computed again, from the last on"
 
 
 def test_pass_at_k_by_counting():
