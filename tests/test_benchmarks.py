@@ -105,6 +105,7 @@ def test_both_systems_in_one_run(as_on_a_gpu, tmp_path):
             assert figures["sampled_tokens"] == run["lgrpo"]["sampled_tokens"]
     of_realistic = [runs[3][system]["step_seconds"] / runs[3][system]["trained_tokens"] for system in ("trl", "lgrpo")]
     assert runs[3]["ratio"] == of_realistic[0] / of_realistic[1], "for the same number of tokens"
+    assert all(0 < run["lgrpo"]["turn_seconds"] < run["lgrpo"]["stages"]["generate"] for run in runs)
     assert runs[0]["lgrpo"]["sampled_tokens"] == 2 * 4 * 6
     assert [len(run["lgrpo"]["steps"]) for run in runs] == [1, 1, 2, 2]
     assert [len(run["lgrpo"]["sync_each"]) for run in runs] == [1, 1, 1, 1]

@@ -19,9 +19,9 @@ STAGES = ("generate", "score", "sync", "update", "rest")
 class Stages:
     """Time by stage of every step; inside a stage another may be entered, and then the clock is that one's.
 
-    ``arithmetic`` is what the model and the optimizer compute in an update, ``around`` what else an update does, and
-    ``rest`` whatever is in no stage. ``phases`` says of every step which phase of the run it belongs to; None: to a
-    warm-up.
+    ``arithmetic`` is what the model and the optimizer compute in an update, ``around`` what else an update does,
+    ``turn`` what of generating is waking, sleeping and making room, and ``rest`` whatever is in no stage. ``phases``
+    says of every step which phase of the run it belongs to; None: to a warm-up.
     """
 
     def __init__(self, phases: Sequence[int | None], clock: str) -> None:
@@ -89,6 +89,7 @@ class Stages:
         mean = defaultdict(float, {n: sum(s.get(n, 0.0) for s in steps) / len(steps) for n in names})
         arithmetic, around = mean.pop("arithmetic", 0.0), mean.pop("around", 0.0)
         mean["update"] = arithmetic + around
+        mean["generate"] += (turn := mean.pop("turn", 0.0))
         whole = sum(mean.values())
         speeds = {"generate": sampled, "score": sampled, "update": trained}
         return {
@@ -97,6 +98,7 @@ class Stages:
             "stages": {name: mean[name] for name in STAGES},
             "tokens_per_second": {n: tokens / mean[n] for n, tokens in speeds.items() if mean[n]},
             "arithmetic_seconds": arithmetic,
+            "turn_seconds": turn,
             "own_seconds": around + mean["rest"],
             "own_share": (around + mean["rest"]) / whole,
             "update_mfu": 6 * parameters * trained / mean["update"] / peak_flops,

@@ -391,9 +391,11 @@ that train). On one GPU engine and trainer take turns, and v saves syncs, sleepi
 
 | one H200, vLLM 0.26 | v = 1 | v = 10 | generate | syncs |
 |---|---:|---:|---:|---:|
-| [1.5B](speed.md#on-one-h200), 448 × 512, two engines of 320 (A there) | 12.5 s | 10.4 s | 6.5, 4.5 s | 0.07, 0.01 s |
+| [1.5B](speed.md#on-one-h200), 448 × 512, two engines of 320 (F there) | 12.1 s | 11.2 s | 6.0, 5.3 s | 0.08, 0.01 s |
+| two of 320, that machine, realistic lengths (mean 300) | 10.3 s | 9.1 s | 6.1, 4.8 s | 0.08, 0.01 s |
+| two of 320, another machine (A) | 12.5 s | 10.4 s | 6.5, 4.5 s | 0.07, 0.01 s |
 | two of 512, another machine (B) | 11.4 s | 11.0 s | 5.4, 5.0 s | 0.07, 0.01 s |
-| two of 512, that machine, realistic lengths (mean 300) | 10.8 s | 9.8 s | 6.4, 5.3 s | 0.08, 0.01 s |
+| two of 512, that machine, realistic lengths | 10.8 s | 9.8 s | 6.4, 5.3 s | 0.08, 0.01 s |
 | two of about 245, another day (C) | 10.9 s | 11.1 s | 5.0, 5.1 s | 0.07, 0.01 s |
 | two of about 450, another day (D), all activations kept | 10.7 s | 9.3 s | 4.7, 3.6 s | 0.17, 0.01 s |
 | [448 × 512](speed.md#before-packing) before packing, one engine | 23.5 s | 23.3 s | 11.2, 11.9 s | 0.50, 0.05 s |

@@ -55,6 +55,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
         Sampling,
     )
     from lgrpo.data.scorer import GroupScores
+    from lgrpo.engines import pool
     from lgrpo.tasks import DatasetTask
     from tests.benchmarks.parity_reward import Parity
 
@@ -95,8 +96,9 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
                 stages.end_step(trainer.global_step)
 
     stages.wrap(type(engine), "generate", "generate")
-    stages.wrap(type(engine), "rest", "generate")
-    stages.wrap(type(engine), "wake", "generate")
+    for name in ("rest", "wake"):
+        stages.wrap(type(engine), name, "turn")
+    stages.wrap(pool, "make_room", "turn", outside="sync")
     stages.wrap(type(engine), "load_weights", "sync")
     stages.wrap(GroupScores, "__call__", "rest")
     stages.wrap(GroupScores, "result", "score")
