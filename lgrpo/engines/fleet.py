@@ -22,9 +22,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from lgrpo.engines.base import GO_ON, EngineError, EngineFailure, NoWeightsError, RolloutEngine, bear, each
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.server import AnsweredError, VLLMServer
+from lgrpo.engines.vllm_layout import Layout, engine_layout
 from lgrpo.engines.vllm_nccl import LeftWaiting, NCCLTransfer
 from lgrpo.engines.vllm_transfer import TRANSFERS, AdapterTransfer, Failures, FileTransfer
-from lgrpo.engines.vllm_weights import Layout, engine_layout
 from lgrpo.types import PolicyWeights
 
 

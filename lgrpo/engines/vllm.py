@@ -6,10 +6,9 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -28,17 +27,17 @@ from lgrpo.engines.base import (
 )
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.vllm_adapter import adapter_checksums, adapter_flags, adapter_weights, write_adapter
+from lgrpo.engines.vllm_layout import Layout, Places, checksums, engine_layout, read_parts
 from lgrpo.engines.vllm_process import (
     WHOLE_PROMPTS,
+    answer_all,
     check_lengths,
     explain,
     first_line,
     import_vllm,
     isolated,
-    without_collection,
 )
 from lgrpo.engines.vllm_transfer import folder_in_memory, write_folder
-from lgrpo.engines.vllm_weights import Layout, Places, checksums, engine_layout, read_parts
 from lgrpo.functional import named_checksums, stream_seed
 from lgrpo.types import Adapter, Completion, NamedTensors, PolicyWeights, Prompt
 
@@ -242,7 +241,10 @@ class VLLMEngine(RolloutEngine):
             try:
                 self._wake("weights", "kv_cache")
                 noise = stream_seed(seed, prompts[left[0]].position)
-                self._run({place: (requests[place], parameters[place]) for place in left}, keep, noise)
+                asked = {place: (requests[place], parameters[place]) for place in left}
+                eager = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
+                with isolated(), eager:
+                    answer_all(self._llm, asked, keep, noise, self.timeout, self._request)
             except EngineFailure as failure:
                 num_failures, self.faults["failures"] = num_failures + 1, self.faults["failures"] + 1
                 bear(failure, num_failures, self.max_failures)
@@ -421,43 +423,3 @@ class VLLMEngine(RolloutEngine):
         assert self._base is not None
         adapter = Adapter(rank=self.adapter_rank, base=self._base, tensors=lambda: iter(held.items()))
         return PolicyWeights.adapted(config, adapter)
-
-    def _run(
-        self, requests: Mapping[int, tuple[dict[str, Any], Any]], keep: Callable[[int, Any], None], noise: int
-    ) -> None:
-        """Steps vLLM until all requests are answered, with a deadline. After an error none of them is left inside.
-
-        Requests without a seed of their own draw from the process's generators, which begin with ``noise``: left as the
-        trainer has them they would give the same numbers every time, since they are turned back afterwards.
-        """
-        engine, finished = self._llm.llm_engine, 0
-        stance = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
-        deadline = time.monotonic() + self.timeout
-        inputs, parameters = zip(*requests.values(), strict=True)
-        with isolated(), stance, without_collection():
-            np.random.seed(noise % 2**32)
-            torch.manual_seed(noise)
-            try:
-                names = self._llm.enqueue(list(inputs), list(parameters), self._request, use_tqdm=False)
-                places = {name.split("-")[0]: place for name, place in zip(names, requests, strict=True)}
-                while engine.has_unfinished_requests():
-                    if time.monotonic() > deadline:
-                        left, total = engine.get_num_unfinished_requests(), sum(p.n for p in parameters)
-                        raise EngineError(f"vLLM had {left} of {total} completions unfinished after {self.timeout:g} s")
-                    for output in self._step(engine):
-                        if output.finished:
-                            keep(places[output.request_id.split("-")[0]], output)  # behind the dash, a random part
-                            finished += 1
-            except BaseException:  # what is left inside would make the next generation wait for ever
-                with contextlib.suppress(Exception):  # a broken engine may not even do that
-                    engine.abort_request(list(engine.output_processor.request_states), internal=True)
-                raise
-        if finished != len(requests):
-            raise EngineFailure(f"vLLM answered {finished} of {len(requests)} prompts")
-
-    @staticmethod
-    def _step(engine: Any) -> list[Any]:
-        try:
-            return engine.step()
-        except Exception as error:
-            raise EngineFailure(f"vLLM failed while it generated: {first_line(error)}") from error

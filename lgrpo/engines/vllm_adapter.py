@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lgrpo.engines.vllm_weights import FUSED, gathered
+from lgrpo.engines.vllm_layout import FUSED, gathered
 from lgrpo.functional import named_checksums
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

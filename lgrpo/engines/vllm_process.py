@@ -1,4 +1,4 @@
-"""vLLM in a process not its own: how it is imported, kept apart from the trainer, explained when it fails."""
+"""vLLM in a process not its own: how it is imported, kept apart, asked, and explained when it fails."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from lgrpo.engines.base import EngineError, Sampling
+from lgrpo.engines.base import EngineError, EngineFailure, Sampling
 from lgrpo.types import Prompt
 
 WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
@@ -64,6 +65,57 @@ def explain(error: Exception, config: PretrainedConfig) -> str:
 
 def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+
+
+def answer_all(
+    llm: Any,
+    requests: Mapping[int, tuple[dict[str, Any], Any]],
+    keep: Callable[[int, Any], None],
+    noise: int,
+    timeout: float,
+    adapter: Any = None,
+) -> None:
+    """Steps vLLM until all requests are answered. After an error none of them is left inside.
+
+    Args:
+        llm: A ``vllm.LLM``.
+        requests: A prompt and its parameters by a number of its own.
+        keep: Is given the number and vLLM's output of each, as soon as it is finished.
+        noise: Requests without a seed of their own draw from the process's generators, which begin with this: left as
+            the trainer has them they would give the same numbers every time, since they are turned back afterwards.
+        timeout: Seconds all of it may take.
+        adapter: vLLM's request for one, to be applied to all.
+    """
+    engine, finished = llm.llm_engine, 0
+    deadline = time.monotonic() + timeout
+    inputs, parameters = zip(*requests.values(), strict=True)
+    with without_collection():
+        np.random.seed(noise % 2**32)
+        torch.manual_seed(noise)
+        try:
+            names = llm.enqueue(list(inputs), list(parameters), adapter, use_tqdm=False)
+            places = {name.split("-")[0]: place for name, place in zip(names, requests, strict=True)}
+            while engine.has_unfinished_requests():
+                if time.monotonic() > deadline:
+                    left, total = engine.get_num_unfinished_requests(), sum(p.n for p in parameters)
+                    raise EngineError(f"vLLM had {left} of {total} completions unfinished after {timeout:g} s")
+                for output in _step(engine):
+                    if output.finished:
+                        keep(places[output.request_id.split("-")[0]], output)  # behind the dash, a random part
+                        finished += 1
+        except BaseException:  # what is left inside would make the next generation wait for ever
+            with contextlib.suppress(Exception):  # a broken engine may not even do that
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
+    if finished != len(requests):
+        raise EngineFailure(f"vLLM answered {finished} of {len(requests)} prompts")
+
+
+def _step(engine: Any) -> list[Any]:
+    try:
+        return engine.step()
+    except Exception as error:
+        raise EngineFailure(f"vLLM failed while it generated: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from lgrpo.engines.base import EngineError, EngineFailure, each
 from lgrpo.engines.ledger import Sent
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.vllm_adapter import adapter_flags, read_adapter, write_adapter
-from lgrpo.engines.vllm_weights import Layout, engine_layout
+from lgrpo.engines.vllm_layout import Layout, engine_layout
 from lgrpo.functional import chunks
 from lgrpo.types import PolicyWeights
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lgrpo.engines.vllm_weights import Places, engine_layout
+from lgrpo.engines.vllm_layout import Places, engine_layout
 
 SHAPES = {"q_proj.weight": (4, 2), "k_proj.weight": (2, 2), "v_proj.weight": (2, 2), "norm.weight": (3,)}
 
