@@ -52,8 +52,9 @@ def explain(error: Exception, config: PretrainedConfig) -> str:
         return f"vLLM cannot serve {architecture}: {first_line(error)}. Use lgrpo.engines.TransformersEngine"
     if "memory profiling" in text:
         return (
-            "vLLM looks how much of the GPU's memory is free, and another process gave some back meanwhile: start it "
-            f"again, or set kv_cache_gib, with which it does not look ({first_line(error)})"
+            "vLLM measures how much of the GPU's memory it needs, and some was given back meanwhile, by another "
+            "process most likely: start it again, or set kv_cache_gib, with which it does not measure "
+            f"({first_line(error)})"
         )
     if "KV cache" in text or "cache blocks" in text or "memory" in text.lower():
         return (
@@ -82,7 +83,8 @@ def answer_all(
         requests: A prompt and its parameters by a number of its own.
         keep: Is given the number and vLLM's output of each, as soon as it is finished.
         noise: Requests without a seed of their own draw from the process's generators, which begin with this: left as
-            the trainer has them they would give the same numbers every time, since they are turned back afterwards.
+            the trainer has them they would give the same numbers every time, since ``isolated``, in which this is to be
+            called, turns them back.
         timeout: Seconds all of it may take.
         adapter: vLLM's request for one, to be applied to all.
     """

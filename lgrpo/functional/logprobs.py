@@ -91,7 +91,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One graph for whole chunks and one for those of any other length; the vocabulary is a constant in both."""
+    """One graph for chunks as long as the first and one for any other length; the vocabulary is a constant in both."""
     return torch.compile(function)
 
 

@@ -20,8 +20,8 @@ class Stages:
     """Time by stage of every step; inside a stage another may be entered, and then the clock is that one's.
 
     ``arithmetic`` is what the model and the optimizer compute in an update, ``around`` what else an update does,
-    ``turn`` what of generating is waking, sleeping and making room, and ``rest`` whatever is in no stage. ``phases``
-    says of every step which phase of the run it belongs to; None: to a warm-up.
+    ``turn`` what of generating is waking of weights, sleeping and making room, and ``rest`` whatever is in no stage.
+    ``phases`` says of every step which phase of the run it belongs to; None: to a warm-up.
     """
 
     def __init__(self, phases: Sequence[int | None], clock: str) -> None:

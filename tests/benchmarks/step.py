@@ -162,11 +162,14 @@ def table(run: dict[str, Any]) -> str:
         seconds, speed = figures["stages"].get(stage, 0.0), figures["tokens_per_second"].get(stage)
         return f"{seconds:.3g}" + (f" ({speed:,.0f} tok/s)" if speed and stage != "score" else "")
 
+    def turn_cell(seconds: float) -> str:
+        return f"{seconds:.3g}" if seconds > 1e-3 else ""  # else there is nothing that would sleep
+
     row("whole step, s", "steps", lambda f: f"{f['step_seconds']:.3g} ({min(f['steps']):.3g}–{max(f['steps']):.3g})")
     for stage in STAGES:
         row(f"– {stage}", "stages", lambda f, stage=stage: stage_cell(f, stage))
         if stage == "generate":
-            row("– – waking, sleeping", "turn_seconds", lambda f: f"{f['turn_seconds']:.3g}" * (f["turn_seconds"] > 0))
+            row("– – wake, sleep, room", "turn_seconds", lambda f: turn_cell(f["turn_seconds"]))
     row("update, share of the peak (6N)", "update_mfu", lambda f: f"{f['update_mfu']:.1%}")
     row("own time", "own_share", lambda f: f"{f['own_seconds']:.3g} ({f['own_share']:.1%})")
     row("peak memory, GiB", "peak_gib", lambda f: f"{f['peak_gib']:.3g}")

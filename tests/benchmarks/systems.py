@@ -98,7 +98,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
     stages.wrap(type(engine), "generate", "generate")
     for name in ("rest", "wake"):
         stages.wrap(type(engine), name, "turn")
-    stages.wrap(pool, "make_room", "turn", outside="sync")
+    stages.wrap(*((engine, "_wake") if isinstance(engine, VLLMEngine) else (pool, "make_room")), "turn", outside="sync")
     stages.wrap(type(engine), "load_weights", "sync")
     stages.wrap(GroupScores, "__call__", "rest")
     stages.wrap(GroupScores, "result", "score")

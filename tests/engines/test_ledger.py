@@ -13,6 +13,8 @@ from lgrpo.engines.ledger import Sent
 from lgrpo.functional import named_checksums
 from tests.engines.faulty import Distorted
 
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 
 def weights() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
@@ -54,8 +56,10 @@ def test_a_difference_or_a_tensor_that_is_missing():
 
 
 @pytest.mark.parametrize("noise", [math.nan, math.inf, -math.inf])
-def test_noise(noise):
-    given = weights()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_noise(noise, device):
+    given = {name: tensor.to(device) for name, tensor in weights().items()}
+    given["b"] = given["b"].bfloat16()  # beside others in float32
     sent_of(given)[0].refuse_noise()
     given["c"][7, 2] = noise
     with pytest.raises(WeightSyncError, match="the policy's c is not finite"):

@@ -221,8 +221,11 @@ def test_never_more_logits_than_a_chunk():
         logits.append(weakref.ref(out))
         return out
 
-    logprobs, _ = F.chunked_token_logprobs(hidden, watched, targets, chunk_size=16)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        logprobs, _ = F.chunked_token_logprobs(hidden, watched, targets, chunk_size=16)
     assert sizes == [6, 16, 16, 16, 16]
+    assert [size for size in saved if size > head.weight.numel()] == [16_000], "no copy of them"
     assert [out() is not None for out in logits] == [False] * 4 + [True]
     logprobs.sum().backward()
     assert sizes[5:] == [16, 16, 16, 6], "all others are computed again, from the last on"
