@@ -1,6 +1,7 @@
 """Where completions come from."""
 
-from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling, text_before_stop
+from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling
+from lgrpo.engines.completions import text_before_stop
 from lgrpo.engines.ledger import SyncRecord, WeightSyncError
 from lgrpo.engines.pool import EnginePool
 from lgrpo.engines.replay import ReplayEngine

@@ -18,7 +18,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, eos_ids, text_before_stop
+from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling
+from lgrpo.engines.completions import eos_ids, text_before_stop
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.functional import named_checksums, quick_products, stream_uniform
 from lgrpo.types import Completion, PolicyWeights, Prompt

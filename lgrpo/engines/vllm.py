@@ -22,9 +22,8 @@ from lgrpo.engines.base import (
     RolloutEngine,
     Sampling,
     bear,
-    completion_from,
-    eos_ids,
 )
+from lgrpo.engines.completions import completion_from, eos_ids
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.vllm_adapter import adapter_checksums, adapter_flags, adapter_weights, write_adapter
 from lgrpo.engines.vllm_layout import Layout, Places, checksums, engine_layout, read_parts

@@ -9,8 +9,9 @@ from typing import Any, Literal, final
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.engines.base import EngineError, OnGroup, Sampling, completion_from, eos_ids
+from lgrpo.engines.base import EngineError, OnGroup, Sampling
 from lgrpo.engines.children import visible_devices
+from lgrpo.engines.completions import completion_from, eos_ids
 from lgrpo.engines.dispatch import Dispatch
 from lgrpo.engines.server import VLLMServer
 from lgrpo.engines.shared_fleet import SharedFleet
