@@ -233,6 +233,8 @@ class PolicyWeights:
     """The same weights in two parts, where only one of them is trained: an engine that has the other needs no more."""
     computed_in: torch.dtype | None = None
     """What the trainer computes in, where that is coarser than what it keeps weights in."""
+    noted: dict[str, int] | None = None
+    """Checksums that were taken before, complete once the last tensor was; None where that is still to be done."""
 
     @classmethod
     def adapted(cls, config: PretrainedConfig, adapter: Adapter) -> PolicyWeights:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lgrpo.functional import AT_ONCE, as_numbers, chunks, combined_checksum, tensor_checksums
+from lgrpo.functional import AT_ONCE, as_numbers, chunks, combined_checksum, joined, tensor_checksums
+from lgrpo.types import PolicyWeights
 
 
 class WeightSyncError(RuntimeError):
@@ -44,41 +45,47 @@ class Sent:
     num_bytes: int = 0
     _noted: list[tuple[list[str], Tensor, Tensor]] = field(default_factory=list)
     """Names, their checksums and largest numbers, on the device: fetching each by itself would wait for it."""
-    _checksums: dict[str, int] = field(default_factory=dict)
+    _checksums: dict[str, int] | None = None
+    """As numbers: once they were fetched, or where they came with the weights."""
 
     def through(self, weights: Iterable[tuple[str, Tensor]], copy: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The weights one at a time, each in memory of its own; without ``copy``, in the policy's where that can be.
 
         On a GPU some are taken before the first of them is given on.
         """
+        if isinstance(weights, PolicyWeights):
+            self._checksums = weights.noted
         cast = ((name, tensor.detach().to(self.dtype or tensor.dtype, copy=copy)) for name, tensor in weights)
         for chunk in chunks(cast, AT_ONCE if torch.cuda.is_available() else 0):
-            self._note(chunk)
+            self.note(chunk)
             for name in list(chunk):
                 yield name, chunk.pop(name)
 
-    def _note(self, chunk: Mapping[str, Tensor]) -> None:
+    def note(self, chunk: Mapping[str, Tensor]) -> None:
+        """Some that are in the engine's precision already."""
         tensors = list(chunk.values())
         self.shapes |= {name: tuple(tensor.shape) for name, tensor in chunk.items()}
         self.num_bytes += sum(tensor.nbytes for tensor in tensors)
-        self._noted.append((list(chunk), tensor_checksums(tensors), largest(tensors)))
+        if self._checksums is None:
+            self._noted.append((list(chunk), tensor_checksums(tensors), largest(tensors)))
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Of every tensor that went."""
-        if len(self._checksums) < len(self.shapes):
-            for names, sums, _ in self._noted:
-                self._checksums |= dict(zip(names, as_numbers(sums), strict=True))
+        """Of every tensor that went, once all have."""
+        if self._checksums is None:
+            numbers = as_numbers([sums for _, sums, _ in self._noted])
+            self._checksums = dict(zip(self._names(), numbers, strict=True))
         return self._checksums
 
     def refuse_noise(self) -> None:
         """An error where a tensor that went is not finite."""
-        for names, _, sizes in self._noted:
-            for name, flag in zip(names, sizes.isfinite().tolist(), strict=True):
-                if not flag:
-                    raise WeightSyncError(
-                        f"the policy's {name} is not finite: an engine would sample from noise, silently"
-                    )
+        sizes = joined([sizes for _, _, sizes in self._noted])
+        for name, is_finite in zip(self._names(), sizes.isfinite().tolist(), strict=True):
+            if not is_finite:
+                raise WeightSyncError(f"the policy's {name} is not finite: an engine would sample from noise, silently")
+
+    def _names(self) -> Iterator[str]:
+        return (name for names, _, _ in self._noted for name in names)
 
     def compare(self, held: Mapping[str, int]) -> str:
         """The checksum of what the engine holds, or an error that names the first tensor that differs."""

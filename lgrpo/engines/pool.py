@@ -32,6 +32,7 @@ from lgrpo.engines.base import (
 from lgrpo.engines.children import visible_devices
 from lgrpo.engines.ledger import Sent, WeightSyncError
 from lgrpo.engines.pool_member import bare
+from lgrpo.engines.pool_parcels import Trays
 from lgrpo.engines.pool_process import MemberProcess, hand_over
 from lgrpo.engines.vllm import VLLMEngine
 from lgrpo.engines.vllm_process import check_lengths
@@ -100,6 +101,7 @@ class EnginePool(RolloutEngine):
         self.timeout = timeout
         self.max_failures = max_failures
         self._members: list[MemberProcess] = []
+        self._trays = Trays()
         self._folder: Path | None = None
         self._config: PretrainedConfig | None = None
         self._sent = Sent()
@@ -225,6 +227,7 @@ class EnginePool(RolloutEngine):
         members, self._members = self._members, []
         for member in members:
             member.close()
+        self._trays.clear()
 
     # Weights
 
@@ -249,7 +252,7 @@ class EnginePool(RolloutEngine):
         """The same weights for several members. Who fails is dropped."""
         assert self._folder is not None
         sent = Sent(dtype=self._dtype)
-        failures = hand_over(members, weights, sent, version, self._folder, timeout)
+        failures = hand_over(members, weights, sent, version, self._trays, self._folder, timeout)
         for member in failures:
             member.close()
             if member in self._members:

@@ -14,94 +14,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.base import EngineError, RolloutEngine, Sampling
 from lgrpo.engines.ledger import Sent
+from lgrpo.engines.pool_parcels import OpenTrays, Parcel
 from lgrpo.types import Completion, PolicyWeights, Prompt
-
-Parcel: TypeAlias = "Path | tuple[Contents, Any]"
-"""Some tensors: a file in shared memory, or where on the GPU they lie, one after another."""
-LaidOut: TypeAlias = "Path | tuple[Contents, Tensor]"
-"""The same before they are sent to anyone."""
-Contents: TypeAlias = "list[tuple[str, torch.dtype, torch.Size]]"
-"""Their names, types and shapes, in order."""
-
-_DEVICE = 6
-"""Where among what torch needs to find a tensor again the number of its GPU stands."""
-
-
-def in_a_row(tensors: dict[str, Tensor]) -> tuple[Contents, Tensor]:
-    """Tensors in one piece of memory, which another process opens at once: one by one takes longer than to copy them.
-
-    >>> contents, memory = in_a_row({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.tensor([[1.0, 2.0]])})
-    >>> memory.numel()
-    32
-    >>> from_a_row(contents, memory)["b"]
-    tensor([[1., 2.]])
-    """
-    contents = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-    size = sum(_room(tensor.nbytes) for tensor in tensors.values())
-    memory = torch.empty(size, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-    torch._foreach_copy_(list(from_a_row(contents, memory).values()), list(tensors.values()))
-    return contents, memory
-
-
-def from_a_row(contents: Contents, memory: Tensor) -> dict[str, Tensor]:
-    """The tensors, in the memory they were given in."""
-    tensors, start = {}, 0
-    for name, dtype, shape in contents:
-        size = shape.numel() * dtype.itemsize
-        tensors[name] = memory[start : start + size].view(dtype).view(shape)
-        start += _room(size)
-    return tensors
-
-
-def _room(size: int) -> int:
-    """Bytes that so many take up, so that what follows begins where any type may."""
-    return size + -size % 16
-
-
-def laid_out(tensors: dict[str, Tensor], path: Path) -> LaidOut:
-    """Some tensors, ready to be sent: a file, or memory of the GPU they are on. To be kept until it was read."""
-    if not all(tensor.is_cuda for tensor in tensors.values()):
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
-        return path
-    row = in_a_row(tensors)
-    torch.cuda.synchronize()
-    return row
-
-
-def packed(tensors: LaidOut) -> Parcel:
-    """For one other process on this machine."""
-    return tensors if isinstance(tensors, Path) else (tensors[0], reduce_tensor(tensors[1]))
-
-
-def unpacked(parcel: Parcel) -> dict[str, Tensor]:
-    if isinstance(parcel, Path):
-        return load_file(parcel)
-    contents, (rebuild, arguments) = parcel
-    return from_a_row(contents, rebuild(*_on_own_device(arguments)))
-
-
-def _on_own_device(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The trainer may count GPUs otherwise: a member sees one only, the same."""
-    return (*arguments[:_DEVICE], torch.cuda.current_device(), *arguments[_DEVICE + 1 :])
 
 
 class Member:
     """What a member does when it is told to; every method is an order."""
 
-    def __init__(self, connection: Connection, engine: RolloutEngine) -> None:
+    def __init__(self, connection: Connection, engine: RolloutEngine, trays: OpenTrays) -> None:
         self._connection = connection
         self._engine = engine
         self._sent = Sent()
+        self._trays = trays
         self._config: PretrainedConfig | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._is_generating = False
@@ -118,7 +50,8 @@ class Member:
 
     def receive(self, config: PretrainedConfig | None, version: int, first: Parcel) -> None:
         """Takes weights in, parcel by parcel, and says ``next`` when one is read; without a config, of the last one."""
-        begin, has_gone_through = unpacked(first), False
+        begin, has_gone_through = self._trays.unpacked(first), False
+        noted: dict[str, int] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal begin, has_gone_through
@@ -127,15 +60,17 @@ class Member:
                 raise EngineError(f"{type(self._engine).__name__} went through the weights twice")
             has_gone_through, begin = True, {}
             while True:
+                self._trays.finish()
                 self._connection.send(("next", None))
                 parcel = self._connection.recv()
-                if parcel is None:
+                if isinstance(parcel, dict):  # the last thing that comes
+                    noted.update(parcel)
                     return
-                yield from unpacked(parcel).items()
+                yield from self._trays.unpacked(parcel).items()
 
         self._config = config or self._config
         assert self._config is not None
-        weights = PolicyWeights(config=self._config, tensors=tensors)
+        weights = PolicyWeights(config=self._config, tensors=tensors, noted=noted)
         self._sent = self._engine._replace(weights, step=0, version=version)
 
     def checksums(self) -> dict[str, int]:
@@ -206,9 +141,10 @@ def main() -> None:
     connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
     signal.signal(signal.SIGTERM, lambda *_: leave(folder))  # what it is sent when the trainer is gone
     threading.Thread(target=_leave_with, args=(os.getppid(), folder), daemon=True).start()
+    trays = OpenTrays()
     try:
         engine = connection.recv()
-        member = Member(connection, engine)
+        member = Member(connection, engine, trays)
         signal.signal(signal.SIGINT, member._interrupt)
         while True:
             name, arguments = connection.recv()
@@ -220,6 +156,7 @@ def main() -> None:
                 answer = "error", portable(error)
             connection.send(answer)
     except (EOFError, OSError):  # the trainer has ended, or wants no more
+        trays.clear()
         leave(folder)
 
 

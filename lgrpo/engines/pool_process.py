@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.base import EngineError, EngineFailure, RolloutEngine, each
 from lgrpo.engines.children import kill_process, start_process, telling_lines
 from lgrpo.engines.ledger import Sent
-from lgrpo.engines.pool_member import LaidOut, laid_out, packed
+from lgrpo.engines.pool_parcels import Known, Tray, Trays, in_a_file
 from lgrpo.functional import AT_ONCE, chunks
 from lgrpo.types import PolicyWeights
 
 _PARCEL = 2 * AT_ONCE
-"""Bytes of weights that go to a member together."""
+"""Bytes of the policy's weights that go to a member together: cast to half of that, as many as it takes at once."""
 _COMMAND = """
 import os, shutil, signal, sys  # before all that takes long: the trainer may end meanwhile
 signal.signal(signal.SIGTERM, lambda *_: (shutil.rmtree(os.path.dirname(sys.argv[2]), True), os._exit(0)))
@@ -65,6 +66,7 @@ class MemberProcess:
         self._is_asked = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._config: dict[str, Any] | None = None
+        self._known: Known = {}
         """What it knows already, and need not be sent again."""
         with self.log.open("w") as log:
             self.process: subprocess.Popen = start_process(
@@ -103,15 +105,16 @@ class MemberProcess:
         self.send((name, arguments), timeout)
         self._is_asked = True
 
-    def give(self, chunk: LaidOut, config: PretrainedConfig, version: int, number: int, timeout: float) -> None:
+    def give(self, chunk: Path | Tray, config: PretrainedConfig, version: int, number: int, timeout: float) -> None:
         """Some of the weights; with the first of them the order to take them in."""
+        parcel = chunk if isinstance(chunk, Path) else chunk.packed(self._known)
         if number == 0:
             settings = config.to_dict()
             known = settings == self._config
-            self.ask("receive", None if known else config, version, packed(chunk), timeout=timeout)
+            self.ask("receive", None if known else config, version, parcel, timeout=timeout)
             self._config = settings
         else:
-            self.send(packed(chunk), timeout)
+            self.send(parcel, timeout)
 
     def learn(self, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
         if tokenizer is not self._tokenizer:
@@ -195,7 +198,13 @@ class MemberProcess:
 
 
 def hand_over(
-    members: Sequence[MemberProcess], weights: PolicyWeights, sent: Sent, version: int, folder: Path, timeout: float
+    members: Sequence[MemberProcess],
+    weights: PolicyWeights,
+    sent: Sent,
+    version: int,
+    trays: Trays,
+    folder: Path,
+    timeout: float,
 ) -> dict[MemberProcess, EngineFailure]:
     """The same weights for several members, half a gigabyte at a time. Who fails is left out.
 
@@ -208,15 +217,29 @@ def hand_over(
         weights: Of the policy.
         sent: Notes what goes.
         version: Which sync it is.
+        trays: Where weights lie meanwhile that are on a GPU.
         folder: For files, where weights are not on a GPU.
         timeout: Seconds each message may take.
     """
     failures: dict[MemberProcess, EngineFailure] = {}
     files: list[Path] = []
-    lying: list[LaidOut] = []
+    unnoted: dict[str, Tensor] = {}
 
-    def give(number: int, parcel: LaidOut) -> None:
+    def lay_out(number: int, chunk: dict[str, Tensor]) -> Path | Tray:
+        if all(tensor.is_cuda for tensor in chunk.values()):
+            tray = trays.fill(number, chunk, sent.dtype)
+            torch.cuda.synchronize()
+            return tray
+        files.append(folder / f"weights-{number}.safetensors")
+        return in_a_file(dict(sent.through(chunk.items())), files[-1])
+
+    def give(number: int, parcel: Path | Tray) -> None:
         each(members, failures, lambda member: member.give(parcel, weights.config, version, number, timeout))
+
+    def note(now: bool = True) -> None:
+        if unnoted and now:
+            sent.note(unnoted)
+            unnoted.clear()
 
     def wait_until_read() -> None:
         each(members, failures, lambda member: member.expect("next", timeout))
@@ -224,21 +247,21 @@ def hand_over(
             path.unlink(missing_ok=True)
 
     try:
-        for number, chunk in enumerate(chunks(sent.through(weights), _PARCEL)):
-            files.append(folder / f"weights-{number}.safetensors")
-            parcel = laid_out(chunk, files[-1])
+        for number, chunk in enumerate(chunks(weights, _PARCEL)):
+            parcel = lay_out(number, chunk)
             chunk.clear()  # before more of them are made
-            if lying:
+            if number:
                 wait_until_read()
-            lying = [*lying[-1:], parcel]
             give(number, parcel)
+            if isinstance(parcel, Tray):  # noted while it is read, and two at a time, since to begin takes longest
+                unnoted |= parcel.tensors
+                note(number % 2 == 1)
+        note()
         wait_until_read()
-        each(members, failures, lambda member: member.send(None, timeout))
+        noted = sent.checksums
+        each(members, failures, lambda member: member.send(noted, timeout))
         each(members, failures, lambda member: member.answer(timeout))
     finally:
         for path in files:
             path.unlink(missing_ok=True)
-    lying.clear()
-    if torch.cuda.is_available():
-        torch.cuda.ipc_collect()
     return failures

@@ -146,9 +146,8 @@ class VLLMEngine(RolloutEngine):
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
         self._config = weights.config
-        layout = engine_layout(sent.shapes)
-        if layout != self._layout:
-            self._layout = layout
+        if not self._layout or sent.shapes != self._sent.shapes:
+            layout = self._layout = engine_layout(sent.shapes)
             model = self._llm.llm_engine.model_config
             is_plain = model.quantization is None and not model.use_mla  # else it keeps more than it is given
             self._places = self._on_model(lambda model: Places.found(model, layout)) if is_plain else None
@@ -162,7 +161,7 @@ class VLLMEngine(RolloutEngine):
             if self.adapter_rank is not None:
                 return self._on_worker(adapter_checksums, sent.shapes)
             if self._places is not None and self._places.are_current():
-                return named_checksums(self._places.tensors.items())
+                return self._places.checksums()
             return self._on_model(lambda model: checksums(model, self._layout))
         except LookupError as error:
             raise WeightSyncError(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lgrpo.functional import AT_ONCE, chunks, named_checksums
+from lgrpo.functional import AT_ONCE, as_numbers, chunks, named_checksums, tensor_checksums
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -105,6 +105,7 @@ class Places:
         self._addresses = self._look()
 
     @staticmethod
+    @torch.no_grad()
     def found(model: nn.Module, layout: Layout) -> Places | None:
         """None where vLLM packs, pads or spreads a tensor; else those of a layer lie below each other."""
         held = {name: parameter.shape[0] for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -116,7 +117,11 @@ class Places:
             return None
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         is_own = all(tensor.untyped_storage().data_ptr() in own for tensor in places.tensors.values())
-        return places if is_own else None  # else what was read is a copy: nobody would sample from it
+        if not is_own:  # what was read is a copy: nobody would sample from it
+            return None
+        for tensor in {tensor.dtype: tensor for tensor in places.tensors.values()}.values():
+            torch._foreach_copy_([tensor[:1]], [tensor[:1].clone()])  # else the first sync waits for CUDA to load that
+        return places
 
     def are_current(self) -> bool:
         """Whether vLLM's tensors are those that were found, in the same memory."""
@@ -144,6 +149,11 @@ class Places:
             torch._foreach_copy_([missing.pop(name) for name in chunk], list(chunk.values()))
         for name in missing:
             raise LookupError(f"{name} is missing")
+
+    def checksums(self) -> dict[str, int]:
+        """Of the tensors as they are now, which a GPU reads all at once."""
+        sums = tensor_checksums(list(self.tensors.values()))
+        return dict(zip(self.tensors, as_numbers([sums]), strict=True))
 
 
 def own_rows(model: nn.Module, name: str) -> list[int]:

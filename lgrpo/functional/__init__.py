@@ -18,7 +18,7 @@ from lgrpo.functional.checksum import (
     tensor_checksum,
     tensor_checksums,
 )
-from lgrpo.functional.chunks import AT_ONCE, chunks
+from lgrpo.functional.chunks import AT_ONCE, chunks, joined
 from lgrpo.functional.improvement import expected_gain, improvement_bound, improvement_terms
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
@@ -76,6 +76,7 @@ __all__ = [
     "has_reward_variance",
     "improvement_bound",
     "improvement_terms",
+    "joined",
     "k3_of_ratio",
     "kl_divergence",
     "leave_one_out_mean",

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lgrpo.functional.chunks import AT_ONCE, chunks
+from lgrpo.functional.chunks import AT_ONCE, chunks, joined
 
 _CHUNK = 2**21
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,10 +61,12 @@ def tensor_checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 def named_checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Checksums as numbers. Each tensor must stay as it is until some more were taken."""
-    found: dict[str, int] = {}
+    names: list[str] = []
+    sums: list[Tensor] = []
     for chunk in chunks(tensors, AT_ONCE):
-        found |= zip(chunk, as_numbers(tensor_checksums(list(chunk.values()))), strict=True)
-    return found
+        names += chunk
+        sums.append(tensor_checksums(list(chunk.values())))
+    return dict(zip(names, as_numbers(sums), strict=True))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -117,9 +119,9 @@ def _wrapped(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def as_numbers(checksums: Tensor) -> list[int]:
-    """Checksums as numbers, fetched from their device all at once."""
-    return [number & 0xFFFFFFFFFFFFFFFF for number in checksums.tolist()]
+def as_numbers(checksums: Sequence[Tensor]) -> list[int]:
+    """Checksums as numbers, fetched from their device all at once: each time would wait for it."""
+    return [number & 0xFFFFFFFFFFFFFFFF for number in joined(checksums).tolist()]
 
 
 def combined_checksum(checksums: Mapping[str, int]) -> str:

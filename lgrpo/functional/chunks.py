@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 AT_ONCE = 2**28
@@ -28,3 +29,13 @@ def chunks(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 2**30) -> Ite
             chunk, size = {}, 0
     if chunk:
         yield chunk
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dimension as one, where the first of them is.
+
+    >>> import torch
+    >>> joined([torch.tensor([1, 2]), torch.tensor([3])]).tolist()
+    [1, 2, 3]
+    """
+    return torch.cat([tensor.to(tensors[0].device) for tensor in tensors]) if tensors else torch.empty(0)

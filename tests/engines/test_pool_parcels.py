@@ -1,0 +1,106 @@
+"""Weights through memory of the GPU into the processes of a pool: what stays, what is told, what is given back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lgrpo import CausalPolicy, TransformersEngine
+from lgrpo.engines import EnginePool, pool_parcels
+from lgrpo.engines.pool_parcels import OpenTrays, Trays
+
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+WIDE = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
+WIDE |= {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 64, "tie_word_embeddings": True}
+
+
+def parcel(start: float, rows: int = 2) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((rows, 3), start), "b": torch.full((5,), start + 1)}
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """CUDA's memory is opened in another process; here the other end has the same."""
+    monkeypatch.setattr(pool_parcels, "reduce_tensor", lambda memory: (lambda memory: memory, (memory,)))
+    monkeypatch.setattr(pool_parcels, "_on_own_device", lambda arguments: arguments)
+
+
+class TestTrays:
+    def test_two_more_may_be_filled_before_one_is_lost(self):
+        trays = Trays()
+        filled = [trays.fill(number, parcel(number), None) for number in range(3)]
+        assert [float(tray.tensors["a"][0, 0]) for tray in filled] == [0, 1, 2]
+        again = trays.fill(3, parcel(3), None)
+        assert again.memory is filled[0].memory
+        assert [float(tray.tensors["b"][0]) for tray in filled] == [4, 2, 3]
+
+    def test_they_are_cast_to_what_the_engine_holds(self):
+        tray = Trays().fill(0, parcel(0.1), torch.bfloat16)
+        assert {tensor.dtype for tensor in tray.tensors.values()} == {torch.bfloat16}
+        assert torch.equal(tray.tensors["a"], parcel(0.1)["a"].bfloat16())
+
+    def test_the_next_sync_finds_all_as_it_was(self):
+        trays = Trays()
+        first = [trays.fill(number, parcel(number), None) for number in range(4)]
+        assert all(trays.fill(number, parcel(9), None) is tray for number, tray in enumerate(first))
+        assert all(float(tray.tensors["a"][1, 2]) == 9 for tray in first)
+
+
+@pytest.mark.usefixtures("in_this_process")
+class TestWhatIsTold:
+    def test_what_is_known_is_not_told_again(self):
+        trays, known, other = Trays(), {}, OpenTrays()
+        for sync in range(3):
+            told = []
+            for number in range(5):
+                tray = trays.fill(number, parcel(10 * sync + number), None)
+                told.append(tray.packed(known))
+                assert float(other.unpacked(told[-1])["a"][1, 2]) == 10 * sync + number
+            assert [contents is not None for *_, contents, _ in told] == [sync == 0] * 5
+            assert [where is not None for *_, where in told] == [sync == 0] * 3 + [False] * 2
+
+    def test_another_process_is_told_all(self):
+        trays, known = Trays(), {}
+        trays.fill(0, parcel(1), None).packed(known)
+        tray = trays.fill(0, parcel(2), None)
+        assert torch.equal(OpenTrays().unpacked(tray.packed({}))["b"], parcel(2)["b"])
+
+    def test_a_larger_parcel(self):
+        trays, known, other = Trays(), {}, OpenTrays()
+        for number, rows in enumerate([2, 2, 2, 50, 2, 2, 2]):
+            other.unpacked(trays.fill(number, parcel(number, rows), None).packed(known))
+        for number, rows in enumerate([2, 2, 2, 50, 2, 2, 2]):
+            given = parcel(number, rows)
+            got = other.unpacked(trays.fill(number, given, None).packed(known))
+            assert got.keys() == given.keys()
+            assert all(torch.equal(got[name], given[name]) for name in given)
+
+    def test_other_contents(self):
+        trays, known, other = Trays(), {}, OpenTrays()
+        other.unpacked(trays.fill(0, parcel(1), None).packed(known))
+        given = {"c": torch.arange(6.0), "a": torch.ones(1)}
+        got = other.unpacked(trays.fill(0, given, torch.bfloat16).packed(known))
+        assert list(got) == ["c", "a"]
+        assert got["c"].tolist() == list(range(6))
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_a_pool_of_real_processes_goes_round_the_trays_and_gives_them_back():
+    with torch.device("cuda"):
+        policy = CausalPolicy(config=WIDE | {"num_hidden_layers": 30}, characters="0123456789>")
+        policy.build()
+    before = torch.cuda.memory_allocated()
+    pool = EnginePool(TransformersEngine(dtype="bfloat16"))
+    try:
+        for step in range(3):
+            with torch.no_grad():
+                for number, weight in enumerate(policy.parameters()):
+                    weight.fill_(step + number / 1000)
+            pool.load_weights(policy.weights(), step)
+            held = pool.held_weights()
+            assert all(torch.equal(held[name].cuda(), tensor.bfloat16()) for name, tensor in policy.weights())
+        assert len(pool._trays._last) > len(pool._trays._memory), "more parcels than trays"
+    finally:
+        pool.close()
+    assert torch.cuda.memory_allocated() == before
