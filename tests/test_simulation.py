@@ -63,7 +63,15 @@ class TestAgainstOneGPU:
 
     @pytest.mark.parametrize(
         ("command", "slots", "within"),
-        [("F", 640, 0.02), ("A", 640, 0.125), ("B", 1024, 0.08), ("C", 490, 0.04), ("D", 900, 0.02)],
+        [
+            ("G", 640, 0.02),
+            ("H", 640, 0.02),
+            ("F", 640, 0.02),
+            ("A", 640, 0.125),
+            ("B", 1024, 0.08),
+            ("C", 490, 0.04),
+            ("D", 900, 0.02),
+        ],
     )
     def test_v_10_is_foretold_of_two_engines(self, command, slots, within, tmp_path):
         """Each command from its own v = 1, which is one step or two: some are foretold better than others."""

@@ -391,8 +391,11 @@ that train). On one GPU engine and trainer take turns, and v saves syncs, sleepi
 
 | one H200, vLLM 0.26 | v = 1 | v = 10 | generate | syncs |
 |---|---:|---:|---:|---:|
-| [1.5B](speed.md#on-one-h200), 448 × 512, two engines of 320 (F there) | 12.1 s | 11.2 s | 6.0, 5.3 s | 0.08, 0.01 s |
-| two of 320, that machine, realistic lengths (mean 300) | 10.3 s | 9.1 s | 6.1, 4.8 s | 0.08, 0.01 s |
+| [1.5B](speed.md#on-one-h200), 448 × 512, two engines of 320 (G there) | 10.7 s | 10.1 s | 5.0, 4.4 s | 0.03, 0.003 s |
+| two of 320, that machine, realistic lengths (mean 300) | 9.6 s | 7.1 s | 5.7, 3.2 s | 0.03, 0.003 s |
+| two of 320, another machine (H; v = 2: 10.7 s, v = 5: 10.0 s) | 10.8 s | 10.1 s | 5.1, 4.4 s | 0.06, 0.004 s |
+| two of 320, another machine (F) | 12.1 s | 11.2 s | 6.0, 5.3 s | 0.08, 0.01 s |
+| two of 320, that machine, realistic lengths | 10.3 s | 9.1 s | 6.1, 4.8 s | 0.08, 0.01 s |
 | two of 320, another machine (A) | 12.5 s | 10.4 s | 6.5, 4.5 s | 0.07, 0.01 s |
 | two of 512, another machine (B) | 11.4 s | 11.0 s | 5.4, 5.0 s | 0.07, 0.01 s |
 | two of 512, that machine, realistic lengths | 10.8 s | 9.8 s | 6.4, 5.3 s | 0.08, 0.01 s |
@@ -402,8 +405,8 @@ that train). On one GPU engine and trainer take turns, and v saves syncs, sleepi
 | [7B with LoRA](lora.md#7b-on-one-card), 128 × 256 tokens, one engine | 9.1 s | 7.0 s | 2.5, 1.5 s | 0.30, 0.02 s |
 
 So v = 10 has 1.04 to 1.20 times the rollouts of v = 1 at 1.5B (and none more on the day when the engines had room for
-one of them only), and 1.29 times at 7B with LoRA (8.5 against 6.6 a minute; one
-rollout at v = 1, one cycle at v = 10). At 7B, of the 2.0 s that a rollout saves 1.1 are one long generation instead of
+one of them only), with realistic lengths 1.10 to 1.35 times, and 1.29 times at 7B with LoRA (8.5 against 6.6 a minute;
+one rollout at v = 1, one cycle at v = 10). At 7B, of the 2.0 s that a rollout saves 1.1 are one long generation instead of
 ten short ones, in which the engine is never half empty (22,200 tokens a second instead of 12,900), and 0.9 are syncs,
 sleeping and waking, with 14.7 GiB to the host and back; the update is the same. That is near the paper's 1.35, but not
 for its reason: there servers sample while others train. [The simulation](simulation.md) says how much to expect of

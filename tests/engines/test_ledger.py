@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from lgrpo import TransformersEngine
 from lgrpo.engines import WeightSyncError
 from lgrpo.engines.ledger import Sent
 from lgrpo.functional import named_checksums
+from lgrpo.types import PolicyWeights
 from tests.engines.faulty import Distorted
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -34,6 +36,24 @@ def test_they_arrive_as_they_went_in_memory_of_their_own():
     assert all(taken[name].data_ptr() != given[name].data_ptr() for name in given)
     assert sent.checksums == named_checksums(given.items())
     assert (sent.num_bytes, sent.shapes) == (3 * 8 * 3 * 4, dict.fromkeys("abc", (8, 3)))
+
+
+def test_checksums_that_came_with_them_are_not_taken_again():
+    given, noted = weights(), {}
+    sent = Sent()
+
+    def tensors():
+        yield from given.items()
+        noted.update({name: number for number, name in enumerate(given)})
+
+    taken = dict(sent.through(PolicyWeights(config=PretrainedConfig(), tensors=tensors, noted=noted)))
+    assert all(torch.equal(taken[name], given[name]) for name in given)
+    assert sent.checksums == {"a": 0, "b": 1, "c": 2}
+    assert (sent.num_bytes, sent.shapes) == (3 * 8 * 3 * 4, dict.fromkeys("abc", (8, 3)))
+    sent.refuse_noise()
+    sent.compare({"a": 0, "b": 1, "c": 2})
+    with pytest.raises(WeightSyncError, match="c differs"):
+        sent.compare({"a": 0, "b": 1, "c": 3})
 
 
 def test_they_are_noted_in_the_precision_of_the_engine():
