@@ -65,7 +65,7 @@ class TestAgainstOneGPU:
         ("command", "slots", "within"),
         [
             ("G", 640, 0.02),
-            ("H", 640, 0.02),
+            ("H", 640, 0.03),
             ("F", 640, 0.02),
             ("A", 640, 0.125),
             ("B", 1024, 0.08),
@@ -73,14 +73,17 @@ class TestAgainstOneGPU:
             ("D", 900, 0.02),
         ],
     )
-    def test_v_10_is_foretold_of_two_engines(self, command, slots, within, tmp_path):
+    def test_higher_v_is_foretold_of_two_engines(self, command, slots, within, tmp_path):
         """Each command from its own v = 1, which is one step or two: some are foretold better than others."""
         content = json.loads(POOL.read_text())
         own = [run for run in content["runs"] if run["note"].startswith(command) and run["sweep"] in (None, "also v")]
         by_v = {run["settings"]["v"]: run for run in own if run["settings"]["workload"] == "fixed"}
         (tmp_path / "command.json").write_text(json.dumps(content | {"runs": [by_v[1]]}))
-        found = one_gpu(read_measured(tmp_path / "command.json"), slots=slots, period=10, generate_ahead=True)
-        assert found.step_seconds == pytest.approx(by_v[10]["lgrpo"]["step_seconds"], rel=within)
+        measured = read_measured(tmp_path / "command.json")
+        assert 10 in by_v
+        for v in by_v.keys() - {1}:
+            found = one_gpu(measured, slots=slots, period=v, generate_ahead=True)
+            assert found.step_seconds == pytest.approx(by_v[v]["lgrpo"]["step_seconds"], rel=within)
 
 
 class TestAgainstTheLoop:
