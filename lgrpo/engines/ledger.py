@@ -45,8 +45,10 @@ class Sent:
     num_bytes: int = 0
     _noted: list[tuple[list[str], Tensor, Tensor]] = field(default_factory=list)
     """Names, their checksums and largest numbers, on the device: fetching each by itself would wait for it."""
-    _checksums: dict[str, int] | None = None
-    """As numbers: once they were fetched, or where they came with the weights."""
+    _given: dict[str, int] | None = None
+    """Checksums that came with the weights, and need not be taken."""
+    _fetched: dict[str, int] | None = None
+    """Those that were, as numbers."""
 
     def through(self, weights: Iterable[tuple[str, Tensor]], copy: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The weights one at a time, each in memory of its own; without ``copy``, in the policy's where that can be.
@@ -54,7 +56,7 @@ class Sent:
         On a GPU some are taken before the first of them is given on.
         """
         if isinstance(weights, PolicyWeights):
-            self._checksums = weights.noted
+            self._given = weights.noted
         cast = ((name, tensor.detach().to(self.dtype or tensor.dtype, copy=copy)) for name, tensor in weights)
         for chunk in chunks(cast, AT_ONCE if torch.cuda.is_available() else 0):
             self.note(chunk)
@@ -66,16 +68,19 @@ class Sent:
         tensors = list(chunk.values())
         self.shapes |= {name: tuple(tensor.shape) for name, tensor in chunk.items()}
         self.num_bytes += sum(tensor.nbytes for tensor in tensors)
-        if self._checksums is None:
+        if self._given is None:
             self._noted.append((list(chunk), tensor_checksums(tensors), largest(tensors)))
+            self._fetched = None
 
     @property
     def checksums(self) -> dict[str, int]:
         """Of every tensor that went, once all have."""
-        if self._checksums is None:
+        if self._given is not None:
+            return self._given
+        if self._fetched is None:
             numbers = as_numbers([sums for _, sums, _ in self._noted])
-            self._checksums = dict(zip(self._names(), numbers, strict=True))
-        return self._checksums
+            self._fetched = dict(zip(self._names(), numbers, strict=True))
+        return self._fetched
 
     def refuse_noise(self) -> None:
         """An error where a tensor that went is not finite."""

@@ -226,8 +226,12 @@ class EnginePool(RolloutEngine):
     def _close_members(self) -> None:
         members, self._members = self._members, []
         for member in members:
-            member.close()
+            self._end(member)
         self._trays.clear()
+
+    def _end(self, member: MemberProcess) -> None:
+        if not member.close():
+            self._trays.lose()
 
     # Weights
 
@@ -254,7 +258,7 @@ class EnginePool(RolloutEngine):
         sent = Sent(dtype=self._dtype)
         failures = hand_over(members, weights, sent, version, self._trays, self._folder, timeout)
         for member in failures:
-            member.close()
+            self._end(member)
             if member in self._members:
                 self._members.remove(member)
         return sent, list(failures.values())
@@ -350,7 +354,7 @@ class EnginePool(RolloutEngine):
 
     def _drop_dead(self) -> None:
         for member in [member for member in self._members if not member.is_alive]:
-            member.close()
+            self._end(member)
             self._members.remove(member)
 
     def _mend_at_last(self, version: int) -> None:
@@ -377,7 +381,7 @@ class EnginePool(RolloutEngine):
                     raise failure
                 self._sent.compare(member.call("checksums", timeout=self.sync_timeout))
             except BaseException:
-                member.close()
+                self._end(member)
                 raise
             self._members.append(member)
             self.faults["restarts"] += 1

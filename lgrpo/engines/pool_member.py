@@ -70,8 +70,10 @@ class Member:
 
         self._config = config or self._config
         assert self._config is not None
-        weights = PolicyWeights(config=self._config, tensors=tensors, noted=noted)
+        will_compare = getattr(self._engine, "verify", True)  # else what arrives is all that can be told
+        weights = PolicyWeights(config=self._config, tensors=tensors, noted=noted if will_compare else None)
         self._sent = self._engine._replace(weights, step=0, version=version)
+        self._trays.finish()
 
     def checksums(self) -> dict[str, int]:
         return self._engine.held_checksums(self._sent)
@@ -177,9 +179,8 @@ def leave(folder: Path) -> NoReturn:
 
 
 def portable(error: Exception) -> Exception:
-    """An error that can be raised in the trainer."""
+    """An error that can be raised in the trainer, without what it came from, which may hold on to weights."""
     try:
-        pickle.loads(pickle.dumps(error))
+        return pickle.loads(pickle.dumps(error))
     except Exception:
         return EngineError(f"{type(error).__name__}: {error}")
-    return error

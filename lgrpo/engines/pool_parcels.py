@@ -61,6 +61,7 @@ class Trays:
         self._last: dict[int, Tray] = {}
         """By the number of the parcel: a sync is mostly like the one before."""
         self._serials = count()
+        self._is_lost = False
 
     def fill(self, number: int, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Tray:
         """Tensors in one of the trays, in turn, in a type of its own.
@@ -73,8 +74,8 @@ class Trays:
         tensor([[1., 2.]])
         """
         contents = [(name, dtype or tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-        tray = self._laid(number, contents, next(iter(tensors.values())).device)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # a validation has inference mode, which leaves marks
+            tray = self._laid(number, contents, next(iter(tensors.values())).device)
             torch._foreach_copy_(list(tray.tensors.values()), list(tensors.values()))
         return tray
 
@@ -84,6 +85,7 @@ class Trays:
         size = sum(_room(shape.numel() * dtype.itemsize) for _, dtype, shape in contents)
         if place not in self._memory or not _fits(self._memory[place][1], size, device):
             self._memory.pop(place, None)  # before there is another
+            last = None
             self._last = {other: tray for other, tray in self._last.items() if tray.place != place}
             self._memory[place] = next(self._serials), torch.empty(size, dtype=torch.uint8, device=device)
         serial, memory = self._memory[place]
@@ -100,9 +102,13 @@ class Trays:
         )
         return self._last[number]
 
+    def lose(self) -> None:
+        """A process has ended without letting go of them: torch would never give their memory back."""
+        self._is_lost = True
+
     def clear(self) -> None:
-        """Gives the memory back, once the other processes have."""
-        if self._memory:
+        """Gives the memory back that no other process has open. What would be lost stays, to be filled again."""
+        if self._memory and not self._is_lost:
             self._memory.clear()
             self._last.clear()
             torch.cuda.ipc_collect()
@@ -140,7 +146,7 @@ class OpenTrays:
     def finish(self) -> None:
         """Waits until all that was to be read from the trays has been: the trainer will fill them again."""
         if self._memory:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.synchronize()
 
     def clear(self) -> None:
         """Lets go of the trainer's memory: it is not given back before."""

@@ -28,8 +28,8 @@ from lgrpo.engines.pool_parcels import Known, Tray, Trays, in_a_file
 from lgrpo.functional import AT_ONCE, chunks
 from lgrpo.types import PolicyWeights
 
-_PARCEL = 2 * AT_ONCE
-"""Bytes of the policy's weights that go to a member together: cast to half of that, as many as it takes at once."""
+_PARCEL = AT_ONCE
+"""Bytes of weights that go to a member together, in the engine's precision: no fewer than it takes at once."""
 _COMMAND = """
 import os, shutil, signal, sys  # before all that takes long: the trainer may end meanwhile
 signal.signal(signal.SIGTERM, lambda *_: (shutil.rmtree(os.path.dirname(sys.argv[2]), True), os._exit(0)))
@@ -176,14 +176,16 @@ class MemberProcess:
         finally:
             self._watch.until = math.inf
 
-    def close(self) -> None:
-        """Ends it: a process whose pipe is closed goes by itself, unless it is at something."""
+    def close(self) -> bool:
+        """Ends it: a process whose pipe is closed goes by itself, unless it is at something. Whether it did."""
         self._watch.ended.set()
         self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0 if self._is_asked else 10)
+        went = self.process.poll() == 0
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+        return went
 
     def kill(self) -> None:
         kill_process(self.process)
@@ -206,7 +208,7 @@ def hand_over(
     folder: Path,
     timeout: float,
 ) -> dict[MemberProcess, EngineFailure]:
-    """The same weights for several members, half a gigabyte at a time. Who fails is left out.
+    """The same weights for several members, a quarter of a gigabyte at a time. Who fails is left out.
 
     While members read one parcel the next is made. A member that asks for more may not be done with the last of the
     tensors it has taken (``AT_ONCE``): so the parcel it asks after stays until it asks again.
@@ -236,8 +238,8 @@ def hand_over(
     def give(number: int, parcel: Path | Tray) -> None:
         each(members, failures, lambda member: member.give(parcel, weights.config, version, number, timeout))
 
-    def note(now: bool = True) -> None:
-        if unnoted and now:
+    def note() -> None:
+        if unnoted:
             sent.note(unnoted)
             unnoted.clear()
 
@@ -247,7 +249,7 @@ def hand_over(
             path.unlink(missing_ok=True)
 
     try:
-        for number, chunk in enumerate(chunks(weights, _PARCEL)):
+        for number, chunk in enumerate(chunks(weights, _PARCEL, sent.dtype)):
             parcel = lay_out(number, chunk)
             chunk.clear()  # before more of them are made
             if number:
@@ -255,7 +257,8 @@ def hand_over(
             give(number, parcel)
             if isinstance(parcel, Tray):  # noted while it is read, and two at a time, since to begin takes longest
                 unnoted |= parcel.tensors
-                note(number % 2 == 1)
+            if number % 2:
+                note()
         note()
         wait_until_read()
         noted = sent.checksums
@@ -264,4 +267,6 @@ def hand_over(
     finally:
         for path in files:
             path.unlink(missing_ok=True)
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()  # trays that were too small
     return failures

@@ -11,8 +11,10 @@ AT_ONCE = 2**28
 """Bytes a GPU works on together: with a tensor at a time, to start takes longer than to finish."""
 
 
-def chunks(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 2**30) -> Iterator[dict[str, Tensor]]:
-    """Named tensors, about a gigabyte at a time: never a second copy of the whole.
+def chunks(
+    tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 2**30, dtype: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """Named tensors, about a gigabyte at a time: never a second copy of the whole. With a ``dtype``, bytes as of that.
 
     >>> import torch
     >>> [list(chunk) for chunk in chunks([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(2))], 16)]
@@ -22,7 +24,7 @@ def chunks(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 2**30) -> Ite
     size = 0
     for name, tensor in tensors:
         chunk[name] = tensor
-        size += tensor.nbytes
+        size += tensor.numel() * (dtype or tensor.dtype).itemsize
         del tensor  # whoever takes the chunk decides how long it stays
         if size >= num_bytes:
             yield chunk

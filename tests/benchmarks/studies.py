@@ -405,12 +405,12 @@ that train). On one GPU engine and trainer take turns, and v saves syncs, sleepi
 | [7B with LoRA](lora.md#7b-on-one-card), 128 × 256 tokens, one engine | 9.1 s | 7.0 s | 2.5, 1.5 s | 0.30, 0.02 s |
 
 So v = 10 has 1.04 to 1.20 times the rollouts of v = 1 at 1.5B (and none more on the day when the engines had room for
-one of them only), with realistic lengths 1.10 to 1.35 times, and 1.29 times at 7B with LoRA (8.5 against 6.6 a minute;
-one rollout at v = 1, one cycle at v = 10). At 7B, of the 2.0 s that a rollout saves 1.1 are one long generation instead
-of ten short ones, in which the engine is never half empty (22,200 tokens a second instead of 12,900), and 0.9 are syncs,
-sleeping and waking, with 14.7 GiB to the host and back; the update is the same. That is near the paper's 1.35, but not
-for its reason: there servers sample while others train. [The simulation](simulation.md) says how much to expect of
-that, and what it assumes.
+one of them only), with realistic lengths 1.10 to 1.36 times, and 1.29 times at 7B with LoRA (8.5 against 6.6 a minute;
+one rollout at v = 1, one cycle at v = 10). At 7B, of the 2.0 s that a rollout saves 1.1 are one long generation
+instead of ten short ones, in which the engine is never half empty (22,200 tokens a second instead of 12,900), and 0.9
+are syncs, sleeping and waking, with 14.7 GiB to the host and back; the update is the same. That is near the paper's
+1.35, but not for its reason: there servers sample while others train. [The simulation](simulation.md) says how much
+to expect of that, and what it assumes.
 """
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from lgrpo import CausalPolicy, TransformersEngine
-from lgrpo.engines import EnginePool, pool_parcels
-from lgrpo.engines.pool_parcels import OpenTrays, Trays
+from lgrpo.engines import EnginePool, pool_parcels, pool_process
+from lgrpo.engines.ledger import Sent
+from lgrpo.engines.pool_member import portable
+from lgrpo.engines.pool_parcels import OpenTrays, Tray, Trays
+from lgrpo.functional import named_checksums
+from lgrpo.types import PolicyWeights
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDE = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
@@ -45,6 +52,21 @@ class TestTrays:
         assert all(trays.fill(number, parcel(9), None) is tray for number, tray in enumerate(first))
         assert all(float(tray.tensors["a"][1, 2]) == 9 for tray in first)
 
+    def test_a_validation_before_the_first_step(self):
+        trays = Trays()
+        with torch.inference_mode():
+            given = parcel(1)
+            trays.fill(0, given, None)
+        assert float(trays.fill(0, parcel(2), None).tensors["a"][0, 0]) == 2
+        assert float(trays.fill(0, given, None).tensors["a"][0, 0]) == 1
+
+    def test_memory_that_would_be_lost_is_kept(self):
+        trays = Trays()
+        memory = trays.fill(0, parcel(1), None).memory
+        trays.lose()
+        trays.clear()
+        assert trays.fill(0, parcel(2), None).memory is memory
+
 
 @pytest.mark.usefixtures("in_this_process")
 class TestWhatIsTold:
@@ -69,6 +91,7 @@ class TestWhatIsTold:
         trays, known, other = Trays(), {}, OpenTrays()
         for number, rows in enumerate([2, 2, 2, 50, 2, 2, 2]):
             other.unpacked(trays.fill(number, parcel(number, rows), None).packed(known))
+        assert sorted(other._last) == [1, 2, 3, 4, 5, 6], "no tensor in memory that was too small"
         for number, rows in enumerate([2, 2, 2, 50, 2, 2, 2]):
             given = parcel(number, rows)
             got = other.unpacked(trays.fill(number, given, None).packed(known))
@@ -82,6 +105,77 @@ class TestWhatIsTold:
         got = other.unpacked(trays.fill(0, given, torch.bfloat16).packed(known))
         assert list(got) == ["c", "a"]
         assert got["c"].tolist() == list(range(6))
+
+
+class OnAGPU(torch.Tensor):
+    """Says that it is, since there is none here."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Late:
+    """Asks for more and has still to read some of what it was given before, as a member may."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.given: list[Path | Tray] = []
+        self.noted: dict[str, int] = {}
+
+    def give(self, chunk, config, version, number, timeout):
+        self.given.append(chunk)
+
+    def expect(self, word, timeout):
+        for tray in self.given[-2:]:
+            for name, tensor in tray.tensors.items() if isinstance(tray, Tray) else ():
+                assert torch.equal(tensor, self.tensors[name].to(tensor.dtype)), name
+
+    def send(self, noted, timeout):
+        self.noted = noted
+
+    def answer(self, timeout):
+        pass
+
+
+class TestAHandover:
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        monkeypatch.setattr(pool_process, "_PARCEL", 400)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    @pytest.mark.parametrize("on_gpu", ["1" * 10, "1010101010", "1001001100", "0110110011", "0" * 10])
+    @pytest.mark.parametrize(("own", "dtype"), [("float32", None), ("float32", "bfloat16"), ("float64", "bfloat16")])
+    def test_nothing_is_overwritten_that_is_still_to_be_read_or_noted(self, on_gpu, own, dtype, tmp_path):
+        dtype = dtype and getattr(torch, dtype)
+        tensors = {f"w{n}": torch.full((100 + n,), n + 0.3, dtype=getattr(torch, own)) for n in range(10)}
+        trays, member = Trays(), Late(tensors)
+
+        def weights():
+            for flag, (name, tensor) in zip(on_gpu, tensors.items(), strict=True):
+                yield name, tensor.as_subclass(OnAGPU) if flag == "1" else tensor
+
+        for _ in range(2):
+            sent, given = Sent(dtype=dtype), PolicyWeights(config=PretrainedConfig(), tensors=weights)
+            assert pool_process.hand_over([member], given, sent, 0, trays, tmp_path, 1) == {}
+            assert sent.checksums == named_checksums((n, t.to(dtype or t.dtype)) for n, t in tensors.items())
+            assert member.noted == sent.checksums
+            full = [tray for tray in member.given[:-1] if isinstance(tray, Tray)]
+            assert all(sum(t.nbytes for t in tray.tensors.values()) >= 400 for tray in full)
+            for tensor in tensors.values():
+                tensor += 1
+            member.given.clear()
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_error_lets_go_of_what_it_came_from():
+    def fail():
+        weights = torch.ones(3)
+        raise ValueError(f"{weights.sum():g} weights")
+
+    with pytest.raises(ValueError, match="3 weights") as caught:
+        fail()
+    sent = portable(caught.value)
+    assert (type(sent), str(sent), sent.__traceback__) == (ValueError, "3 weights", None)
 
 
 @pytest.mark.gpu
