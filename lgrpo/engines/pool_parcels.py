@@ -85,11 +85,11 @@ class Trays:
         size = sum(_room(shape.numel() * dtype.itemsize) for _, dtype, shape in contents)
         if place not in self._memory or not _fits(self._memory[place][1], size, device):
             self._memory.pop(place, None)  # before there is another
-            last = None
+            last = None  # which lay in that
             self._last = {other: tray for other, tray in self._last.items() if tray.place != place}
             self._memory[place] = next(self._serials), torch.empty(size, dtype=torch.uint8, device=device)
         serial, memory = self._memory[place]
-        if last is not None and last.serials[0] == serial and last.contents == contents:
+        if last is not None and last.contents == contents:
             self._last[number] = last
             return last
         self._last[number] = Tray(

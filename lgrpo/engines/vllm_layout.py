@@ -120,7 +120,7 @@ class Places:
         if not is_own:  # what was read is a copy: nobody would sample from it
             return None
         for tensor in {tensor.dtype: tensor for tensor in places.tensors.values()}.values():
-            torch._foreach_copy_([tensor[:1]], [tensor[:1].clone()])  # else the first sync waits for CUDA to load that
+            torch._foreach_copy_([tensor[:1]], [tensor[:1].clone()])  # else the next sync waits for CUDA to load that
         return places
 
     def are_current(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,15 @@ from transformers import PretrainedConfig
 from lgrpo import CausalPolicy, TransformersEngine
 from lgrpo.engines import EnginePool, pool_parcels, pool_process
 from lgrpo.engines.ledger import Sent
-from lgrpo.engines.pool_member import portable
-from lgrpo.engines.pool_parcels import OpenTrays, Tray, Trays
+from lgrpo.engines.pool_member import Member, portable
+from lgrpo.engines.pool_parcels import OpenTrays, Tray, Trays, in_a_file
 from lgrpo.functional import named_checksums
 from lgrpo.types import PolicyWeights
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDE = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
 WIDE |= {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 64, "tie_word_embeddings": True}
+SMALL = WIDE | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 
 
 def parcel(start: float, rows: int = 2) -> dict[str, torch.Tensor]:
@@ -165,6 +167,32 @@ class TestAHandover:
                 tensor += 1
             member.given.clear()
         assert not list(tmp_path.iterdir())
+
+
+class Watched(OpenTrays):
+    """Notes how often all was waited for."""
+
+    times = 0
+
+    def finish(self):
+        self.times += 1
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_member_takes_checksums_where_its_engine_is_not_compared(verify, tmp_path):
+    policy, trays = CausalPolicy(config=SMALL, characters="0123456789>"), Watched()
+    policy.build()
+    engine = TransformersEngine()
+    engine.verify = verify
+    given = {name: tensor.clone() for name, tensor in policy.weights()}
+    noted = dict.fromkeys(given, 7)
+    trainer, own = Pipe()
+    trainer.send(noted)
+    member = Member(own, engine, trays)
+    member.receive(policy.weights().config, 0, in_a_file(given, tmp_path / "weights"))
+    assert trainer.recv() == ("next", None)
+    assert member._sent.checksums == (noted if verify else named_checksums(given.items()))
+    assert trays.times == 2, "before more is asked for, and at the end"
 
 
 def test_an_error_lets_go_of_what_it_came_from():
