@@ -58,11 +58,13 @@ def several(device: str) -> list[torch.Tensor]:
     return [*tensors, tensors[10][1:], tensors[0][1:]]
 
 
-def test_many_at_once():
+@pytest.mark.parametrize("at_once", [2**28, 20000, 0])
+def test_many_at_once(at_once, monkeypatch):
+    monkeypatch.setattr("lgrpo.functional.checksum.AT_ONCE", at_once)
     tensors = several("cpu")
     assert tensor_checksums(tensors).tolist() == [int(tensor_checksum(tensor)) for tensor in tensors]
     named = named_checksums((str(place), tensor) for place, tensor in enumerate(tensors))
-    assert list(named.values()) == [int(tensor_checksum(tensor)) % 2**64 for tensor in tensors]
+    assert named == {str(place): int(tensor_checksum(tensor)) % 2**64 for place, tensor in enumerate(tensors)}
     assert named_checksums({}.items()) == {}
 
 
