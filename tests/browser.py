@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its own DevTools protocol: opens a page, evaluates, hears of every error."""
+"""A headless Chromium, driven by the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ OPTIONS = [
 
 
 class Browser:
-    """One tab. Errors of the page, and everything it wrote to its console, gather in ``errors``."""
+    """One tab of Chromium, as a context manager.
+
+    ``errors`` collects the errors and the console output of the current page, ``requests`` the URLs it requested.
+    """
 
     def __init__(self, width: int = 1280, height: int = 900) -> None:
         self.size = width, height
@@ -78,10 +81,10 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def open(self, page: Path, hash_: str = "") -> None:
-        """The page, when it is drawn."""
+        """Open a page and wait until it is drawn."""
         self._call("Page.navigate", url="about:blank")
         until(lambda: self.eval("location.href") == "about:blank", "an empty page")
-        self.errors.clear()  # what the page before still had to say
+        self.errors.clear()  # late events of the previous page
         self.requests.clear()
         self._call("Page.navigate", url=page.resolve().as_uri() + (f"#{hash_}" if hash_ else ""))
         self.until_ready()
@@ -90,7 +93,7 @@ class Browser:
         until(lambda: self.eval("document.documentElement?.dataset.ready === 'yes'") or self.errors, "the page")
 
     def eval(self, expression: str) -> Any:
-        """The value of a JavaScript expression; promises are waited for."""
+        """Return the value of a JavaScript expression; promises are awaited."""
         try:
             done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         except AssertionError as error:
@@ -102,7 +105,7 @@ class Browser:
         return done["result"].get("value")
 
     def set(self, selector: str, value: str) -> None:
-        """Types into a field, or chooses from a list."""
+        """Set the value of a text field or of a list."""
         event = "change" if selector.startswith("select") else "input"
         self.eval(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.value = {json.dumps(value)}; "
@@ -110,7 +113,7 @@ class Browser:
         )
 
     def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
-        """One event of a real mouse: mousePressed, mouseMoved or mouseReleased."""
+        """Send a mouse event: mousePressed, mouseMoved or mouseReleased."""
         held = {"button": "left", "buttons": 0 if kind == "mouseReleased" else 1, "clickCount": clicks}
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **held)
 
@@ -134,9 +137,9 @@ class Browser:
                 if "error" in answer:
                     raise AssertionError(f"{method}: {answer['error']}")
                 return answer["result"]
-            self._hear(answer.get("method"), answer.get("params", {}))
+            self._handle_event(answer.get("method"), answer.get("params", {}))
 
-    def _hear(self, method: str | None, event: dict[str, Any]) -> None:
+    def _handle_event(self, method: str | None, event: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             details = event["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description") or details["text"])
@@ -149,7 +152,7 @@ class Browser:
 
 
 def until(is_done: Any, what: str, seconds: float = 60) -> None:
-    """Waits for something that happens soon."""
+    """Wait until ``is_done()`` is true; fail after ``seconds``."""
     end = time.monotonic() + seconds
     while not is_done():
         if time.monotonic() > end:

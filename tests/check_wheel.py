@@ -1,6 +1,6 @@
-"""Installs the wheel of a folder into an empty environment and uses it there: ``python tests/check_wheel.py dist``.
+"""Install the wheel of a folder into an empty environment and use it there: ``python tests/check_wheel.py dist``.
 
-Dependencies come from the environment this runs in, through a path file: the question is what the wheel itself holds.
+Dependencies come from the current environment through a path file, so that only the contents of the wheel are tested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ assert str(root).startswith({prefix!r}), root
 assert version("lgrpo") == lgrpo.__version__, version("lgrpo")
 assert (root / "py.typed").exists()
 from lgrpo.report.page import page_html
-assert "Leon Sorokin" in page_html({{"runs": []}})  # the licence of the charts, with the charts
+assert "Leon Sorokin" in page_html({{"runs": []}})  # the licence of the chart library is included
 print("lgrpo", lgrpo.__version__, "from the wheel")
 """
 

@@ -1,4 +1,4 @@
-"""Quiet Lightning for every test; no test reaches for a network."""
+"""Silence Lightning and block the network for every test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# a shell's background job ignores Ctrl-C, and so would every process the tests start
+# A background job of a shell ignores SIGINT, and so would every process that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -21,15 +21,15 @@ def quiet_lightning():
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
 
-settings.register_profile("repeatable", derandomize=True)  # a red run must stay red when it is run again
+settings.register_profile("repeatable", derandomize=True)  # a failing example fails again
 settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def a_clean_repository():
-    """No test leaves a file in the repository's root, where it would be committed with the next change."""
+    """Fail if a test leaves a file in the root of the repository, where it might be committed."""
     root = Path(__file__).parent.parent
     before = set(root.iterdir())
     yield
     new = {path.name for path in set(root.iterdir()) - before} - {".pytest_cache", ".hypothesis"}
-    assert not new, f"left behind by a test: {sorted(new)}"
+    assert not new, f"files left by a test: {sorted(new)}"

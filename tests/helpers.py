@@ -1,4 +1,4 @@
-"""A loop small enough to run hundreds of times: a policy of one layer, a reward that varies from the start."""
+"""A loop small enough to run hundreds of times: a policy of one layer and a reward that varies from the start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = {
 
 
 class LowDigits(Reward):
-    """The share of digits below five: a model that knows nothing gets different scores for siblings."""
+    """The share of digits below five, which varies between siblings of an untrained model."""
 
     is_inline = True
 
@@ -52,7 +52,7 @@ class LowDigits(Reward):
 
 
 class Recorder(RolloutCallback):
-    """Keeps what went by: rollouts, lags, gradients."""
+    """Record rollouts, lags and gradients."""
 
     def __init__(self) -> None:
         self.rollouts: list[RolloutBatch] = []
@@ -69,7 +69,7 @@ class Recorder(RolloutCallback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             lags = sorted(set((trainer.global_step - batch.behaviour_step).tolist()))
-            self.lags += lags if len(lags) == 1 else [tuple(lags)]  # several, where late groups joined
+            self.lags += lags if len(lags) == 1 else [tuple(lags)]  # several lags, if late groups joined the rollout
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         named = pl_module.policy.named_parameters()
@@ -90,11 +90,11 @@ class Run:
 
 
 class Logged(L.Callback):
-    """Every row of figures, as the module logs it."""
+    """Record every row of metrics that the module logs."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
-        self.first: int | None = None  # a run that goes on begins later
+        self.first: int | None = None  # above 0 in a resumed run
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         self._take(trainer)
@@ -128,10 +128,10 @@ def build(
     seed: int = 0,
     optimizer: Any = torch.optim.SGD,
 ) -> Run:
-    """A module, a data module and a Trainer that have not met yet."""
+    """Return a module, a data module and a Trainer, not yet connected."""
     L.seed_everything(seed, verbose=False)
     policy = policy or tiny_policy()
-    policy.build()  # now, so that the weights follow from the seed alone
+    policy.build()  # now, so that the weights depend on the seed only
     module = GRPOModule(
         policy,
         loss or ClippedLoss(),
@@ -156,7 +156,7 @@ def build(
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "default_root_dir": passing_folder(),
+        "default_root_dir": temporary_folder(),
         "limit_val_batches": 0,
         "callbacks": [*sync, *callbacks, recorder, logged],
     }
@@ -165,8 +165,8 @@ def build(
     return run
 
 
-def passing_folder() -> str:
-    """A folder that goes with this process; a fork of it leaves it alone."""
+def temporary_folder() -> str:
+    """Return a folder that is removed when this process, but not a fork of it, exits."""
     folder, owner = tempfile.mkdtemp(prefix="lgrpo-test-"), os.getpid()
     atexit.register(lambda: owner == os.getpid() and shutil.rmtree(folder, ignore_errors=True))
     return folder
@@ -186,7 +186,7 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def a_batch(size: int = 8, width: int = 10, group_size: int = 4, seed: int = 0) -> RolloutBatch:
-    """A rollout of random numbers, rows of mixed lengths."""
+    """Return a rollout of random tokens with rows of different lengths."""
     g = torch.Generator().manual_seed(seed)
     starts = torch.randint(1, 4, (size, 1), generator=g)
     ends = starts + torch.randint(1, width - 3, (size, 1), generator=g)

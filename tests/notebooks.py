@@ -1,8 +1,7 @@
-"""Execute the tutorials and keep their outputs: ``python -m tests.notebooks [--write] [NAME …]``.
+"""Execute the tutorials: ``python -m tests.notebooks [--write] [NAME …]``.
 
-A notebook runs in ``tutorials/`` as a reader's would, in a fresh kernel of this environment. With ``--write`` (what
-``make notebooks`` says) the outputs go into the file, with a digest of the code that made them, so that outputs older
-than their code are found.
+A notebook runs in the folder ``tutorials/``, in a new kernel of this environment. With ``--write`` (``make notebooks``)
+the outputs are stored in the file, with a digest of the code, so that a test finds outdated outputs.
 """
 
 import argparse
@@ -18,17 +17,18 @@ from nbclient.exceptions import CellExecutionError
 
 FOLDER = Path(__file__).parent.parent / "tutorials"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
-AT_ONCE = 2
-LIMIT = 300  # seconds a cell may take before it counts as hung
+NUM_PARALLEL = 2
+LIMIT = 300  # time limit of a cell in seconds
 
 
 def digest(notebook: nbformat.NotebookNode) -> str:
+    """Return a digest of the code cells."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def execute(path: Path) -> tuple[nbformat.NotebookNode, float, str | None]:
-    """The notebook with the outputs it makes now, the seconds that took, and the error it ended with."""
+    """Return the notebook with new outputs, the seconds it took, and its error if it failed."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -52,18 +52,18 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float, str | None]:
 
 
 def execute_all(paths: list[Path]) -> dict[Path, tuple[nbformat.NotebookNode, float, str | None]]:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(NUM_PARALLEL) as pool:
         return dict(zip(paths, pool.map(execute, paths), strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.notebooks", description="Execute the tutorials.")
-    parser.add_argument("names", nargs="*", help="the beginnings of their names, such as 101 (default: all of them)")
-    parser.add_argument("--write", action="store_true", help="keep the outputs in the files")
+    parser.add_argument("names", nargs="*", help="prefixes of names, such as 101 (default: all)")
+    parser.add_argument("--write", action="store_true", help="store the outputs in the files")
     args = parser.parse_args()
     paths = [path for path in NOTEBOOKS if not args.names or path.name.startswith(tuple(args.names))]
     if not paths:
-        parser.error(f"no notebook begins with {' or '.join(args.names)}: {', '.join(p.stem for p in NOTEBOOKS)}")
+        parser.error(f"no notebook starts with {' or '.join(args.names)}: {', '.join(p.stem for p in NOTEBOOKS)}")
     failed = 0
     for path, (notebook, seconds, error) in execute_all(paths).items():
         print(f"{path.stem}: {seconds:.0f} s" + (f"\n{error}" if error else ""), flush=True)

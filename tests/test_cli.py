@@ -1,4 +1,4 @@
-"""The command line, as a user types it."""
+"""The command line, called as a user calls it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import torch
 import yaml
 
 from lgrpo import Sampling
-from lgrpo.arguments import is_sentence
-from lgrpo.cli import LGRPOCLI, RESUMABLE, ParseOnly, main
+from lgrpo.cli import is_user_error, main
+from lgrpo.commands import COMMANDS, RESUMABLE
+from lgrpo.commands.fit import LGRPOCLI
+from lgrpo.commands.settings import parse_settings
 from lgrpo.functional import named_checksums
 from lgrpo.report import read_series
-from lgrpo.run_folder import RunFolder
+from lgrpo.run.folder import RunFolder
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PAPERS = {f"papers/{name}.yaml" for name in ("a_gsm8k", "a_deepscaler", "b_gsm8k", "b_math")}
@@ -49,24 +51,24 @@ def lgrpo(*arguments: str, cwd: Path | None = None, timeout: float = 120) -> sub
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_config_parses_and_builds(name):
-    on_cpu = ["--trainer.strategy.class_path=tests.on_cpu.FSDPOnCPU", "--trainer.accelerator=cpu"]
+    on_cpu = ["--trainer.strategy.class_path=tests.processes.fsdp_on_cpu.FSDPOnCPU", "--trainer.accelerator=cpu"]
     cli = LGRPOCLI(with_base(name) + (on_cpu if name == "fsdp.yaml" else []), run=False)
     assert cli.trainer.callbacks
     assert cli.model.policy is not None
     assert cli.datamodule.group_size >= 2
 
 
-def test_the_rows_of_the_table_are_a_config_each():
-    def place(*names):
+def test_each_schedule_is_a_config():
+    def schedule(*names):
         config = LGRPOCLI([f"--config={CONFIGS / n}" for n in ("on_policy.yaml", *names)], run=False)
         (sync,) = [c for c in config.trainer.callbacks if type(c).__name__ == "WeightSync"]
         masked = any(type(c).__name__ == "ZeroVarianceMask" for c in config.trainer.callbacks)
         return sync.period, config.datamodule.reuse, masked
 
-    assert place() == (1, 1, False)
-    assert place("off_policy.yaml") == (10, 1, False)
-    assert place("reuse.yaml") == (1, 10, False)
-    assert place("off_policy.yaml", "mask.yaml") == (10, 1, True)
+    assert schedule() == (1, 1, False)
+    assert schedule("off_policy.yaml") == (10, 1, False)
+    assert schedule("reuse.yaml") == (1, 10, False)
+    assert schedule("off_policy.yaml", "mask.yaml") == (10, 1, True)
     overlay = yaml.safe_load((CONFIGS / "off_policy.yaml").read_text())
     assert overlay == {"weight_sync": {"period": 10}}
 
@@ -84,14 +86,14 @@ def test_overrides_and_nulls():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A short run of the demonstration, through the command."""
+    """Run ``configs/demo.yaml`` for a few steps in a subprocess."""
     run = tmp_path_factory.mktemp("runs") / "short"
     done = lgrpo("fit", *with_base("demo.yaml"), *QUICK, f"--run={run}")
     assert done.returncode == 0, done.stdout + done.stderr
     return run, done
 
 
-def test_the_run_folder_has_everything(finished):
+def test_contents_of_the_run_folder(finished):
     run, _ = finished
     files = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     assert {"config.yaml", "completions.jsonl", "curves.png", "checkpoints/last.ckpt"} <= files
@@ -110,24 +112,24 @@ def test_the_last_line(finished):
     assert "Warning" not in done.stderr, done.stderr
 
 
-def test_every_metric_of_the_page_is_logged_and_every_logged_one_explained(finished):
+def test_the_page_explains_exactly_the_logged_metrics(finished):
     run, _ = finished
     page = (CONFIGS.parent / "tutorials" / "pages" / "metrics.md").read_text(encoding="utf-8")
     explained = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     logged = {re.sub(r"@\d+(_stderr)?$", r"@k\1", name) for name in read_series(run)}
     only_sometimes = {"rollout/resampled_fraction", "val/maj@k"}  # with dynamic sampling; with more than two samples
     only_sometimes |= {"rollout/recorded_fraction"}  # with ReplayEngine
-    only_sometimes |= {f"rollout/late_{kind}" for kind in ("waiting", "joined", "dropped")}  # where rewards are late
+    only_sometimes |= {f"rollout/late_{kind}" for kind in ("waiting", "joined", "dropped")}  # if rewards are late
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")
-    only_sometimes |= {f"reward/{kind}" for kind in failures}  # of rewards in workers
-    only_sometimes |= {n for n in explained if n.startswith(("monitor/", "calibration/", "sync/"))}  # have own tests
+    only_sometimes |= {f"reward/{kind}" for kind in failures}  # rewards in workers
+    only_sometimes |= {n for n in explained if n.startswith(("monitor/", "calibration/", "sync/"))}  # tested elsewhere
     writes = ("checkpoint_writes", "file_writes", "logger_writes")
-    only_sometimes |= {f"fault/{kind}" for kind in ("nonfinite_steps", *writes)}  # where there were any
+    only_sometimes |= {f"fault/{kind}" for kind in ("nonfinite_steps", *writes)}  # after a failure
     only_sometimes |= {f"time/{kind}" for kind in ("monitor", "calibration", "divergence")}
     assert explained == logged | {"val/pass@1"} | only_sometimes
 
 
-def test_curves_have_one_point_a_step(finished):
+def test_one_point_per_step(finished):
     run, _ = finished
     series = read_series(run)
     assert [step for step, _ in series["rollout/reward"]] == list(range(6))
@@ -136,7 +138,7 @@ def test_curves_have_one_point_a_step(finished):
     assert series["val/pass@1_over_reference"][0][1] == 0.0
 
 
-def test_completions_can_be_read(finished):
+def test_completions_file(finished):
     run, _ = finished
     rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert len(rows) == 8
@@ -148,21 +150,21 @@ def test_completions_can_be_read(finished):
     "text", ["Answer: yes", "Question: {question}", "- {question}", "# {question}", "Solve {question}"]
 )
 @pytest.mark.parametrize("between", ["=", None])
-def test_texts_are_kept_as_they_are_typed(text, between):
-    """jsonargparse would make ``{'Answer': True}`` of the first."""
+def test_strings_are_kept_as_typed(text, between):
+    """jsonargparse alone changes the first to ``{'Answer': True}``."""
     option = "--data.task.init_args.template.system" if between else "--data.task.template.system"
     given = [f"{option}={text}"] if between else [option, text]
-    config = ParseOnly([*with_base("papers/a_gsm8k.yaml"), *given, "--data.task.template.chat=true"]).config
+    config = parse_settings([*with_base("papers/a_gsm8k.yaml"), *given, "--data.task.template.chat=true"])
     assert config.data.task.init_args.template.system == text
     assert config.data.task.init_args.template.chat is True
 
 
-def test_an_existing_run_folder_is_not_touched(finished, tmp_path):
+def test_an_existing_run_folder_is_not_changed(finished, tmp_path):
     run, _ = finished
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     done = lgrpo("fit", *with_base("demo.yaml"), *QUICK, f"--run={run}")
     assert done.returncode != 0
-    assert "exists already, and nothing of it is overwritten" in done.stderr
+    assert "exists already, and nothing in it is overwritten" in done.stderr
     assert "--ckpt_path last" in done.stderr
     assert "Traceback" not in done.stderr
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -173,10 +175,10 @@ def test_an_existing_run_folder_is_not_touched(finished, tmp_path):
     [
         ("--data.engine.max_sequences=0", "max_sequences is 0"),
         ("--data.sampling.max_tokens=1000", "max_tokens is 1000"),
-        ("--trainer.callbacks=tests.test_cli.FailsToBegin", "not today"),
+        ("--trainer.callbacks=tests.test_cli.FailsAtStart", "not today"),
     ],
 )
-def test_a_run_that_never_began_does_not_stand_in_its_own_way(tmp_path, mistake, message):
+def test_a_run_that_failed_at_the_start_leaves_no_folder(tmp_path, mistake, message):
     run = f"--run={tmp_path / 'run'}"
     for _ in range(2):
         with pytest.raises((ValueError, RuntimeError), match=message):
@@ -185,22 +187,22 @@ def test_a_run_that_never_began_does_not_stand_in_its_own_way(tmp_path, mistake,
 
 
 @pytest.mark.parametrize("resuming", [False, True])
-def test_a_folder_is_one_runs_at_a_time(finished, tmp_path, resuming):
-    """Its own, though nothing is in it yet."""
+def test_a_run_locks_its_folder(finished, tmp_path, resuming):
+    """The folder is locked even while it is empty."""
     folder = finished[0] if resuming else tmp_path
-    held = RunFolder(folder)
-    held.claim(resuming)
+    locked = RunFolder(folder)
+    locked.claim(resuming)
     run = ["fit", *with_base("demo.yaml"), *QUICK, f"--run={folder}"]
-    with pytest.raises(SystemExit, match="another process is at a run in"):
+    with pytest.raises(SystemExit, match="another process is using the run folder"):
         main([*run, "--ckpt_path=last"] if resuming else run)
-    held.release()
+    locked.release()
     again = RunFolder(folder)
     again.claim(resuming)
     again.release()
 
 
-def test_a_mistake_is_a_sentence(tmp_path):
-    """And a traceback where it is asked for; an error of the user's own code has one."""
+def test_a_user_error_has_no_traceback(tmp_path):
+    """LGRPO_TRACEBACK shows it."""
     wrong = ["fit", *with_base("demo.yaml"), *QUICK, "--data.group_size=1"]
     done = lgrpo(*wrong, cwd=tmp_path)
     assert done.returncode == 1
@@ -229,22 +231,22 @@ def error_of(act):
         return error
 
 
-def test_which_errors_are_sentences():
-    assert is_sentence(error_of(lambda: Sampling(max_tokens=0)))
-    assert not is_sentence(error_of(lambda: fails("of another's code")))
-    assert not is_sentence(error_of(lambda: named_checksums([("a", "no tensor")]))), "an accident in our own"
+def test_user_errors():
+    assert is_user_error(error_of(lambda: Sampling(max_tokens=0)))
+    assert not is_user_error(error_of(lambda: fails("raised outside of lgrpo")))
+    assert not is_user_error(error_of(lambda: named_checksums([("a", "no tensor")]))), "a bug inside lgrpo"
 
 
-def test_a_command_that_is_not_there():
+def test_an_unknown_command():
     done = lgrpo("reprot", "runs/x")
     assert done.returncode == 1
-    assert "there is no command 'reprot': there are fit, validate, test, plan, report" in done.stderr
+    assert "there is no command 'reprot'; the commands are fit, validate, test, plan" in done.stderr
 
 
 def test_ctrl_c_before_the_first_step(tmp_path):
-    """In the warm start, before any callback of lgrpo's listens: as a shell has it, and no folder is left."""
+    """Before a callback of lgrpo handles signals, the exit code is the shell's, and no folder is left."""
     command = [str(Path(sys.executable).parent / "lgrpo"), "fit", *with_base("demo.yaml"), f"--run={tmp_path / 'run'}"]
-    slow = ["--trainer.callbacks=tests.test_cli.WaitsToBegin"]
+    slow = ["--trainer.callbacks=tests.test_cli.WaitsAtStart"]
     with subprocess.Popen([*command, *slow], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert any("now" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
@@ -253,26 +255,26 @@ def test_ctrl_c_before_the_first_step(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-class WaitsToBegin(L.Callback):
+class WaitsAtStart(L.Callback):
     def on_fit_start(self, trainer, pl_module):
         print("now", flush=True)
         time.sleep(60)
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])
-def test_a_mistake_where_there_is_no_folder(command):
+def test_an_error_without_a_run_folder(command):
     with pytest.raises(ValueError, match="max_sequences is 0"):
         main([command, *with_base("demo.yaml"), *QUICK, "--data.engine.max_sequences=0"])
 
 
-def test_a_run_that_began_keeps_its_folder(tmp_path):
+def test_a_failed_run_keeps_its_folder(tmp_path):
     with pytest.raises(RuntimeError, match="no more"):
         main(["fit", *with_base("demo.yaml"), *QUICK, f"--run={tmp_path}", "--trainer.callbacks=tests.test_cli.Fails"])
     assert (tmp_path / "config.yaml").is_file()
     assert (tmp_path / "syncs.jsonl").is_file()
 
 
-class FailsToBegin(L.Callback):
+class FailsAtStart(L.Callback):
     def on_fit_start(self, trainer, pl_module):
         assert (Path(trainer.default_root_dir) / "config.yaml").is_file()
         raise RuntimeError("not today")
@@ -294,16 +296,16 @@ def test_evaluate_a_checkpoint(finished, capsys, command, prefix):
     assert f"{trained:.4f}"[:6] in printed
 
 
-def test_ctrl_c_leaves_a_checkpoint_that_goes_on_exactly(tmp_path):
-    """Interrupt a real process at some moment, go on, and end at the weights of a run nobody interrupted."""
+def test_a_run_resumed_after_ctrl_c_is_exact(tmp_path):
+    """A process that was interrupted and resumed ends with the weights of one that was not interrupted."""
     options = [*with_base("tiny.yaml"), *QUICK, "--data.num_rollouts=20", "--trainer.accumulate_grad_batches=2"]
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    straight, interrupted = tmp_path / "straight", tmp_path / "interrupted"
     done = lgrpo("fit", *options, f"--run={straight}")
     assert done.returncode == 0, done.stderr
 
-    command = [str(Path(sys.executable).parent / "lgrpo"), "fit", *options, f"--run={broken}"]
+    command = [str(Path(sys.executable).parent / "lgrpo"), "fit", *options, f"--run={interrupted}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = broken / "metrics" / "version_0" / "metrics.csv"
+    metrics = interrupted / "metrics" / "version_0" / "metrics.csv"
     end = time.monotonic() + 90
     while not (metrics.exists() and metrics.read_text().count("\n") > 12) and time.monotonic() < end:
         time.sleep(0.05)
@@ -313,29 +315,29 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on_exactly(tmp_path):
     assert "nothing is lost" in out + err
     assert "--ckpt_path last" in out + err
     assert "Traceback" not in err
-    stopped_at = torch.load(broken / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    stopped_at = torch.load(interrupted / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
     assert 10 < stopped_at < 40
 
-    done = lgrpo("fit", *options, f"--run={broken}", "--ckpt_path=last")
+    done = lgrpo("fit", *options, f"--run={interrupted}", "--ckpt_path=last")
     assert done.returncode == 0, done.stderr
-    ends = [torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) for run in (straight, broken)]
+    ends = [torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) for run in (straight, interrupted)]
     assert ends[0]["global_step"] == ends[1]["global_step"] == 40
     for name, tensor in ends[0]["state_dict"].items():
         assert torch.equal(tensor, ends[1]["state_dict"][name]), name
-    a, b = read_series(straight), read_series(broken)
+    a, b = read_series(straight), read_series(interrupted)
     for name in ("rollout/reward", "train/loss", "train/lag", "val/pass@1"):
         assert a[name] == b[name], name
-    assert (broken / "config-2.yaml").exists()
+    assert (interrupted / "config-2.yaml").exists()
 
 
-def test_going_on_needs_to_know_with_what(tmp_path):
-    with pytest.raises(SystemExit, match="say which one with --run"):
+def test_resuming_needs_a_run_folder(tmp_path):
+    with pytest.raises(SystemExit, match="name its folder with --run"):
         main(["fit", *with_base("tiny.yaml"), "--ckpt_path=last"])
     with pytest.raises(SystemExit, match="there is no checkpoint in"):
         main(["fit", *with_base("tiny.yaml"), f"--run={tmp_path}", "--ckpt_path=last"])
 
 
-def test_parts_of_the_users_own(tmp_path):
+def test_classes_of_the_user(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from lgrpo import RolloutCallback\n"
         "from lgrpo.rewards import Reward\n"
@@ -369,100 +371,31 @@ def test_parts_of_the_users_own(tmp_path):
     assert "word: ahoy" in shown
 
 
-def test_an_overlay_for_speed_keeps_what_the_base_says():
+def test_an_overlay_keeps_other_settings_of_the_base():
     files = [f"--config={CONFIGS / name}" for name in ("papers/a_gsm8k.yaml", "fast.yaml")]
-    optimizer = ParseOnly(files).config.model.optimizer.init_args
+    optimizer = parse_settings(files).model.optimizer.init_args
     assert (optimizer.lr, optimizer.fused) == (5e-6, True)
-
-
-class TestPlan:
-    def plan(self, capsys, *options):
-        main(["plan", *with_base("demo.yaml"), *options])
-        lines = capsys.readouterr().out.splitlines()
-        return {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines if "  " in line}
-
-    def test_off_policy(self, capsys):
-        rows = self.plan(capsys)
-        assert rows["schedule"].startswith("v = 10, i = 1: off-policy")
-        assert rows["lags that occur"].startswith("0, 1, …, 9 optimizer steps")
-        assert rows["whole run"] == "800 rollouts, 800 optimizer steps, 80 syncs, 204,800 completions"
-        assert rows["policy"].startswith("223,488 parameters")
-        assert "reference" in rows["memory, held"]
-
-    def test_v_by_measurement(self, capsys):
-        rows = self.plan(capsys, f"--config={CONFIGS / 'adaptive.yaml'}")
-        assert rows["schedule"].startswith("v by measurement, 1 to 50, i = 1")
-        assert rows["sync"] == "when tv reaches 0.25, after 1 to 50 rollouts"
-        assert rows["lags that occur"] == "0, 1, …, 49 optimizer steps, at most"
-        assert "16 to 800 syncs" in rows["whole run"]
-
-    def test_the_lags_are_those_that_occur(self, capsys):
-        from tests.helpers import fit
-
-        rows = self.plan(capsys, "--weight_sync.period=3", "--data.reuse=2")
-        assert rows["lags that occur"].startswith("0, 1, …, 5 ")
-        assert set(fit(v=3, i=2, rollouts=6).recorder.lags) == {0, 1, 2, 3, 4, 5}
-
-    def test_on_policy_offline_and_no_reference(self, capsys):
-        options = ["--weight_sync.period=1", "--model.loss.kl_coef=0"]
-        rows = self.plan(capsys, *options)
-        assert rows["lags that occur"] == "0: every completion is fresh"
-        assert "reference" not in rows["memory, held"]
-        grpo, dapo = (f"--config={CONFIGS / 'algorithms' / name}.yaml" for name in ("grpo", "dapo"))
-        assert "reference 0.9 MiB" in self.plan(capsys, grpo)["memory, held"]
-        assert "reference" not in self.plan(capsys, dapo)["memory, held"]
-        assert self.plan(capsys, dapo)["zero-variance groups"].startswith("sampled again with other prompts, 4 times")
-        rows = self.plan(capsys, "--weight_sync.period=null")
-        assert rows["sync"] == "before the first rollout only"
-
-    def test_an_engine_in_what_the_trainer_computes_in(self, capsys):
-        vllm, fast = (f"--config={CONFIGS / name}.yaml" for name in ("vllm", "fast"))
-        on_gpu = ["--trainer.accelerator=auto", "--trainer.precision=bf16-mixed"]
-        assert "engine's copy 0.9 MiB" in self.plan(capsys, *on_gpu)["memory, held"], (
-            "the embedded one keeps the policy's"
-        )
-        assert "engine's copy 0.9 MiB" in self.plan(capsys, vllm)["memory, held"]
-        assert "engine's copy 0.4 MiB" in self.plan(capsys, vllm, *on_gpu)["memory, held"]
-        own = self.plan(capsys, vllm, *on_gpu, "--data.engine.dtype=float32")
-        assert "engine's copy 0.9 MiB" in own["memory, held"]
-        assert "engines' 2 copies 0.9 MiB" in self.plan(capsys, fast, *on_gpu)["memory, held"]
-        assert "engines' 2 copies 1.7 MiB" in self.plan(capsys, fast)["memory, held"], "on a CPU"
-
-    def test_length_of_a_run_as_lightning_counts_it(self, capsys):
-        by_steps = self.plan(capsys, "--trainer.max_epochs=null", "--trainer.max_steps=1000")
-        assert by_steps["whole run"].startswith("1000 rollouts, 1000 optimizer steps, 100 syncs")
-        odd = self.plan(capsys, "--trainer.max_steps=10", "--data.reuse=3")
-        assert odd["whole run"].startswith("4 rollouts, 10 optimizer steps, 1 syncs")
-        assert self.plan(capsys, "--trainer.max_epochs=-1")["whole run"].startswith("without end")
-        assert "each of 4 devices, about 64 completions" in self.plan(capsys, "--trainer.devices=4")["micro-batches"]
-
-    def test_a_share_of_activations_counts_where_layers_are_compiled(self, capsys):
-        share = "--model.policy.activation_memory=0.1"
-        whole, plain, less = (
-            self.plan(capsys, *options)["memory, in a step"]
-            for options in ([], [share], [share, "--model.policy.compile=true"])
-        )
-        assert whole == plain != less
-
-    def test_a_model_that_cannot_be_reached(self, capsys):
-        rows = self.plan(capsys, "--model.policy.name=nobody/nothing", "--model.policy.config=null")
-        assert rows["memory"].startswith("not estimated: the model's config cannot be read")
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--weight_sync.period=0", "weight_sync"),
-        ("--data.reuse=0", "data.reuse"),
         ("--data.group_sise=4", "group_sise"),
         ("--model.loss.centre=two", "centre"),
         ("--data.task=NoSuchTask", "NoSuchTask"),
     ],
 )
-def test_wrong_options_are_refused_while_parsing(option, message, capsys):
+def test_wrong_options_fail_while_parsing(option, message, capsys):
     with pytest.raises(SystemExit):
         main(["fit", *with_base("tiny.yaml"), option])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["weight_sync.period", "data.reuse"])
+def test_a_setting_out_of_range_leaves_no_run_folder(name, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+        main(["fit", *with_base("tiny.yaml"), f"--{name}=0", f"--run={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_reads_well():
@@ -473,6 +406,42 @@ def test_help_reads_well():
         "Folder of the run",
         "--weight_sync",
         "P, prompts in a rollout",
+        "Temperature of the softmax",
     ):
         assert line in text, line
-    assert "lgrpo plan" in lgrpo("--help").stdout
+    assert {"--data.engine", "--model.loss", "--trainer.callbacks", "--checkpoint.save_last"} <= {*text.split()}
+
+
+def test_help_of_a_class_and_short_names():
+    shown = lgrpo("fit", "--data.engine.help", "ReplayEngine").stdout
+    assert "--data.engine.path PATH" in shown
+    settings = parse_settings([*with_base("tiny.yaml"), "--trainer.callbacks+=RolloutLog"])
+    assert settings.trainer.callbacks[-1].class_path.endswith(".RolloutLog")
+
+
+def test_help_lists_every_command():
+    lines = lgrpo("--help").stdout.splitlines()
+    listed = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    for name, command in COMMANDS.items():
+        assert listed[name].endswith(command.summary)
+
+
+LIGHT_HELP = [[], *([name] for name, command in COMMANDS.items() if command.module != "fit")]
+
+
+@pytest.mark.parametrize("command", LIGHT_HELP, ids=lambda command: " ".join(command) or "lgrpo")
+def test_help_imports_nothing_heavy(command):
+    code = f"""
+import sys
+from lgrpo.cli import main
+try:
+    main({[*command, "--help"]!r})
+except SystemExit as end:
+    assert end.code == 0
+heavy = {{"torch", "lightning", "transformers", "torchmetrics", "datasets", "pyarrow", "numpy"}} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" ".join(["usage: lgrpo", *command]))
+    assert "example:" in done.stdout

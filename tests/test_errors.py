@@ -1,4 +1,4 @@
-"""Bad input: each gets an error that says what is wrong and what to do, before or instead of a wrong run."""
+"""Check that invalid input raises an error that says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.helpers import fit
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data": {"group_size": 1}}, r"data\.group_size is 1; it must be 2 or more: a group of one"),
+        ({"data": {"group_size": 1}}, r"data\.group_size is 1; it must be at least 2: advantages compare"),
         ({"data": {"num_prompts": 0}}, r"data\.num_prompts is 0"),
-        ({"i": 0}, r"data\.reuse is 0; it must be 1 or more"),
+        ({"i": 0}, r"data\.reuse is 0; it must be at least 1"),
         ({"v": -1}, r"weight_sync\.period is -1"),
         ({"callbacks": [WeightSync(2)]}, r"2 callbacks that sync the engine \(WeightSync\(period=1\), WeightS"),
         ({"callbacks": [ReferenceRefresh()]}, "kl_coef is 0, so none is kept"),
         ({"trainer": {"accumulate_grad_batches": 17}}, r"16 completions .* = 17 micro-batches"),
         ({"data": {"sampling": Sampling(max_tokens=40)}}, "max_tokens is 40, but prompt and completion together"),
         ({"data": {"sampling": Sampling(max_tokens=30)}}, r"prompt 0 of the train set has 3 tokens, but only 2 fit"),
-        ({"data": {"sampling": Sampling(top_p=0.9)}}, r"not a ratio of the policies.*data\.evaluation\.sampling"),
+        ({"data": {"sampling": Sampling(top_p=0.9)}}, r"no longer a ratio of the policies.*data\.evaluation\.sampling"),
         ({"v": 3, "data": {"behaviour_logprobs": "policy"}}, r"rollout 1 was sampled with the weights of step 0"),
     ],
 )
@@ -37,7 +37,7 @@ def test_settings(settings, message):
         fit(**settings)
 
 
-def test_a_missing_weight_sync_does_not_train_quietly():
+def test_a_missing_weight_sync_is_an_error():
     with pytest.raises(NoWeightsError, match=r"WeightSync callback \(lgrpo\.WeightSync\(period=v\)\)"):
         fit(v=0)
 
@@ -66,8 +66,8 @@ class TooFew(BatchReward):
         (TooFew(), "TooFew returned 3 rewards for 4 completions"),
     ],
 )
-def test_rewards_that_are_not_rewards(reward, message):
-    """In the trainer's process they stop the run; in workers too, where they have never been anything else."""
+def test_invalid_rewards(reward, message):
+    """They stop the run, in the trainer's process and, if all of the first ones fail, in workers."""
     task = SortDigits(num_digits=2, num_held_out=20, reward=reward)
     with pytest.raises(ValueError, match=message):
         fit(data={"task": task, "scoring": None})
@@ -85,7 +85,7 @@ def test_a_callback_that_turns_the_mask_on():
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_callback_that_writes_to_something_else(in_place):
+def test_a_callback_that_writes_to_another_field(in_place):
     class Doubling(RolloutCallback):
         def on_rollout_end(self, trainer, pl_module, batch):
             if in_place:
@@ -97,17 +97,17 @@ def test_a_callback_that_writes_to_something_else(in_place):
         fit(callbacks=[Doubling()])
 
 
-def test_prompts_that_the_ranks_do_not_divide(tmp_path):
-    command = [sys.executable, "-m", "tests.two_processes", "2", str(tmp_path / "out"), "3"]
+def test_prompts_not_divisible_by_the_number_of_ranks(tmp_path):
+    command = [sys.executable, "-m", "tests.processes.two_processes", "2", str(tmp_path / "out"), "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
-    assert "data.num_prompts is 3, which 2 ranks do not divide" in done.stderr
+    assert "data.num_prompts is 3, which is not divisible by the 2 ranks" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ClippedLoss(clip_low=-0.1), "half-widths"),
+        (lambda: ClippedLoss(clip_low=-0.1), "low is -0.1"),
         (lambda: ClippedLoss(kl_coef=-1), "kl_coef is -1"),
         (lambda: ClippedLoss(centre="proximal", ratio="proximal"), "use centre 'one'"),
         (lambda: ConstantSum(0), "constant is 0"),
@@ -125,14 +125,14 @@ def test_parts(make, message):
         make()
 
 
-def test_an_epoch_of_half_steps():
+def test_an_epoch_with_an_incomplete_step():
     from lgrpo.callbacks import ExactResume
 
     with pytest.raises(ValueError, match="not a whole number of optimizer steps"):
         fit(callbacks=[ExactResume()], trainer={"accumulate_grad_batches": 2, "limit_train_batches": 5})
 
 
-def test_a_rollout_without_variance_is_a_skipped_step_not_a_nan():
+def test_a_rollout_without_variance_skips_the_step():
     run = fit(
         callbacks=[ZeroVarianceMask()],
         loss=ClippedLoss(kl_coef=0.1),

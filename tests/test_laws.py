@@ -1,4 +1,4 @@
-"""The laws of the loop: what must hold whatever the settings."""
+"""Check the laws of the loop: properties that hold for all settings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lgrpo import ClippedLoss, ReferenceRefresh, RolloutBatch, RolloutCallback, ZeroVarianceMask
+from lgrpo.data.sampler import RolloutSampler
 from lgrpo.engines import EngineError
 from lgrpo.losses import PolicyLogprobs, SequenceMean, TokenMean
-from lgrpo.tasks import Recording
+from lgrpo.recordings import Recording
 from tests.helpers import a_batch, build, fit, largest_difference
 
 
@@ -45,7 +46,7 @@ class TestLag:
         run = fit(v=2, i=3, rollouts=2, epochs=2, trainer={"accumulate_grad_batches": 2})
         assert run.recorder.started == [(k, 3 * k) for k in range(4)]
 
-    def test_lag_goes_on_over_stages(self):
+    def test_lag_continues_across_stages(self):
         run = fit(v=4, i=1, rollouts=3, epochs=3)
         assert run.recorder.lags == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
@@ -54,27 +55,27 @@ class TestLag:
 
 
 class TestAhead:
-    """Rollouts sampled before their turn."""
+    """Rollouts that are sampled before they are trained on."""
 
     def test_a_cycle_is_recomputed_by_the_policy_before_its_first_step(self):
         plain = fit(v=3, rollouts=7)
         run = build(v=3, rollouts=7, data={"generate_ahead": True, "behaviour_logprobs": "policy"})
-        honest = run.data.engine.generate
+        generate = run.data.engine.generate
 
-        def wrong(*arguments):
-            groups = honest(*arguments)
+        def with_wrong_logprobs(*arguments):
+            groups = generate(*arguments)
             for completion in (c for group in groups for c in group):
                 completion.logprobs = [value - 0.5 for value in completion.logprobs]
             return groups
 
-        run.data.engine.generate = wrong
+        run.data.engine.generate = with_wrong_logprobs
         run.trainer.fit(run.module, datamodule=run.data)
         assert run.recorder.lags == [0, 1, 2, 0, 1, 2, 0]
         for own, expected in zip(run.recorder.rollouts, plain.recorder.rollouts, strict=True):
             assert own.logprobs_from == "policy"
             assert torch.allclose(own.behaviour_logprobs, expected.behaviour_logprobs, atol=1e-5)
 
-    def test_the_lead_of_paper_b(self):
+    def test_lead_follows_paper_b(self):
         for v, lead in ((4, 0), (3, 2), (2, 5), (1, 1)):
             rollouts = 11
             lags = fit(v=v, rollouts=rollouts, data={"lead": lead}).recorder.lags
@@ -97,29 +98,29 @@ class TestAhead:
         assert largest_difference(plain.weights, ahead.weights) == 0
         assert plain.recorder.lags == ahead.recorder.lags
         assert plain.recorder.started == ahead.recorder.started
-        assert [record.step for record in ahead.data.engine.ledger] == [0, 6, 12]
+        assert [record.step for record in ahead.data.engine.state.ledger] == [0, 6, 12]
         for a, b in zip(plain.recorder.rollouts, ahead.recorder.rollouts, strict=True):
             assert torch.equal(a.tokens, b.tokens)
             assert torch.equal(a.behaviour_logprobs, b.behaviour_logprobs)
 
-    def test_what_is_too_old_is_never_trained(self):
+    def test_completions_beyond_max_lag_are_not_trained_on(self):
         run = fit(v=4, i=2, rollouts=4, data={"max_lag": 4})
         assert [bool(batch.loss_mask.any()) for batch in run.recorder.rollouts] == [True, True, False, False]
         assert [row["train/step_skipped"] for row in run.logged] == [0, 0, 0, 0, 1, 1, 1, 1]
         assert max(row["train/lag_max"] for row in run.logged[:4]) <= 4
 
-    def test_a_spent_engine_does_not_sample(self):
-        """When all rollouts of a cycle are sampled, its weights may be gone: asking for more is an error."""
+    def test_an_exhausted_engine_does_not_sample(self):
+        """After the last rollout of a cycle the engine may have dropped its weights: another request is an error."""
         run = fit(v=2, rollouts=4)
         engine = run.data.engine
-        assert engine.spent
+        assert engine.state.exhausted
         assert engine.state_dict()["weights"] is None
         with pytest.raises(EngineError, match="waits for the next sync"):
             engine.generate([], 2, run.data.sampling, 0, run.data.tokenizer)
 
     def test_the_ledger_has_every_sync(self, tmp_path):
         run = fit(v=3, i=2, rollouts=7, trainer={"default_root_dir": str(tmp_path), "limit_val_batches": 1.0})
-        ledger = run.data.engine.ledger
+        ledger = run.data.engine.state.ledger
         assert [(r.version, r.step) for r in ledger] == [(0, 0), (1, 6), (2, 12)]
         assert len({r.checksum for r in ledger}) == 3
         assert all(r.num_bytes > 0 and r.seconds > 0 for r in ledger)
@@ -150,7 +151,9 @@ def test_a_cycle_equals_one_large_rollout_cut_into_mini_batches():
         module.loss(part, PolicyLogprobs(policy=policy, entropy=entropy)).loss.backward()
         optimizer.step()
     assert largest_difference(cycle.weights, dict(module.policy.named_parameters())) <= 1e-6
-    assert largest_difference(cycle.weights, fresh_weights()) > 1e-4, "nothing was learnt, so nothing was compared"
+    assert largest_difference(cycle.weights, fresh_weights()) > 1e-4, (
+        "the weights did not change, so the comparison proves nothing"
+    )
 
 
 def fresh_weights():
@@ -177,7 +180,7 @@ class TestSameGradient:
         results = {}
         for devices in (1, 2, 4):
             out = tmp_path / f"{devices}.pt"
-            command = [sys.executable, "-m", "tests.two_processes", str(devices), str(out)]
+            command = [sys.executable, "-m", "tests.processes.two_processes", str(devices), str(out)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stdout + done.stderr
             results[devices] = torch.load(out)
@@ -193,22 +196,24 @@ class TestSameGradient:
                 for name in ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag"):
                     assert a[name] == pytest.approx(b[name], abs=1e-5), name
             assert one["val/pass@1"] == pytest.approx(several["val/pass@1"], abs=1e-6)
-            assert len(list((tmp_path / f"{devices}.pt-rollouts").iterdir())) == 3 * devices  # of each rank its own
+            assert (
+                len(list((tmp_path / f"{devices}.pt-rollouts").iterdir())) == 3 * devices
+            )  # one file per rank and rollout
             for name in ("rollout", "position", "sibling", "token_ids", "reward", "behaviour_step"):
                 assert recorded[1][name].to_pylist() == recorded[devices][name].to_pylist(), name
 
     def test_shuffled_siblings(self, monkeypatch):
-        """The rows of every group dealt in another order, before the rollout is cut."""
+        """Permute the rows of every group before the rollout is split into micro-batches."""
         plain = fit(v=2, rollouts=3)
         run = build(v=2, rollouts=3)
-        sample = run.data.sample
+        sample = RolloutSampler.__call__
 
-        def shuffled(rollouts: range) -> list[RolloutBatch]:
-            (batch,) = sample(rollouts)
+        def shuffled(self, rollouts: range) -> list[RolloutBatch]:
+            (batch,) = sample(self, rollouts)
             order = torch.cat([group[torch.randperm(4)] for group in torch.arange(len(batch)).split(4)])
             return [batch.select(order)]
 
-        monkeypatch.setattr(run.data, "sample", shuffled)
+        monkeypatch.setattr(RolloutSampler, "__call__", shuffled)
         run.trainer.fit(run.module, datamodule=run.data)
         assert not torch.equal(plain.recorder.rollouts[0].tokens, run.recorder.rollouts[0].tokens)
         for a, b in zip(plain.recorder.gradients, run.recorder.gradients, strict=True):
@@ -254,23 +259,23 @@ def test_masking_a_group_equals_deleting_it(aggregation):
     assert not torch.allclose(unmasked, deleted, atol=1e-3)
 
 
-def test_masked_group_feels_no_kl():
-    """Advantage 0 alone would leave the KL term pulling."""
+def test_a_masked_group_has_no_kl_gradient():
+    """An advantage of 0 alone would leave the gradient of the KL term."""
     batch = a_batch(size=4, group_size=4)
     batch.advantages.zero_()
     batch.totals.all_tokens = float(batch.completion_mask.sum())
     policy = torch.randn(4, 10, requires_grad=True)
     logprobs = PolicyLogprobs(policy=policy, reference=torch.randn(4, 10), entropy=torch.zeros(4, 10))
-    pulled = torch.autograd.grad(ClippedLoss(kl_coef=0.5)(batch, logprobs).loss, policy)[0]
+    unmasked = torch.autograd.grad(ClippedLoss(kl_coef=0.5)(batch, logprobs).loss, policy)[0]
     batch.rewards.fill_(1.0)
     ZeroVarianceMask().on_rollout_end(None, None, batch)
-    free = torch.autograd.grad(ClippedLoss(kl_coef=0.5)(batch, logprobs).loss, policy)[0]
-    assert float(pulled.abs().max()) > 0
-    assert float(free.abs().max()) == 0
+    masked = torch.autograd.grad(ClippedLoss(kl_coef=0.5)(batch, logprobs).loss, policy)[0]
+    assert float(unmasked.abs().max()) > 0
+    assert float(masked.abs().max()) == 0
 
 
 def one_side_gradient(ratio, advantage, low, high):
-    """Importance-weighted REINFORCE behind the one-side gate: -A ρ M ∇log π."""
+    """Return the gradient of importance-weighted REINFORCE with the one-side gate: -A ρ M ∇log π."""
     keep = ((advantage >= 0) & (ratio <= 1 + high)) | ((advantage <= 0) & (ratio >= 1 - low))
     return -advantage * ratio * keep
 
@@ -313,7 +318,7 @@ def test_nothing_depends_on_global_random_state():
     assert largest_difference(fit(v=2, rollouts=4).weights, fit(v=2, rollouts=4, callbacks=[Disturb()]).weights) == 0
 
 
-def test_validation_leaves_the_cycle_as_it_was():
+def test_validation_does_not_change_the_cycle():
     quiet = fit(v=3, i=2, rollouts=7, loss=ClippedLoss(kl_coef=0.1))
     busy = fit(
         v=3,
@@ -329,7 +334,7 @@ def test_validation_leaves_the_cycle_as_it_was():
         assert torch.equal(a.behaviour_step, b.behaviour_step)
 
 
-def test_positions_of_prompts_run_on():
+def test_prompt_positions_are_consecutive_across_rollouts():
     run = fit(v=2, i=2, rollouts=3, epochs=2)
     positions = [p for batch in run.recorder.rollouts for p in batch.positions[::4].tolist()]
     assert positions == list(range(24))
@@ -337,11 +342,11 @@ def test_positions_of_prompts_run_on():
 
 
 def test_a_fused_optimizer_is_clipped_like_any_other():
-    """In bfloat16, where nothing is scaled; Lightning refuses it."""
+    """Lightning refuses to clip a fused optimizer in bf16-mixed, although nothing is scaled there."""
 
-    def clipped(**own):
+    def clipped(**options):
         trainer = {"precision": "bf16-mixed", "gradient_clip_val": 1e-3}
-        return fit(rollouts=2, trainer=trainer, optimizer=partial(torch.optim.SGD, **own))
+        return fit(rollouts=2, trainer=trainer, optimizer=partial(torch.optim.SGD, **options))
 
     fused, plain = clipped(fused=True), clipped()
     assert largest_difference(fused.weights, plain.weights) < 1e-7

@@ -1,4 +1,4 @@
-"""Who may import whom. The picture in the README stays true because this holds it."""
+"""Check which package may import which (CONTRIBUTING.md, section *Layout*)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ import lgrpo
 
 ROOT = Path(lgrpo.__file__).parent
 LAYERS = [
-    {"types"},
-    {"functional", "settings", "arguments"},
+    {"types", "checks"},
+    {"functional", "run"},
     {"metrics", "rewards"},
-    {"advantages", "losses", "policy", "engines", "hooks", "tasks", "checkpoints", "loggers"},
+    {"advantages", "losses", "policy", "engines", "hooks", "tasks"},
     {"module", "data", "callbacks"},
-    {"report", "plan", "simulation", "sweep", "export", "score", "run_folder"},
+    {"recordings"},
+    {"report"},
+    {"sweep"},
+    {"commands"},
     {"cli"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-STRANGERS = [{"module", "data", "callbacks"}]  # these meet in the Trainer, and import each other never
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+SEPARATE = [{"module", "data", "callbacks"}]  # they meet in the Trainer and never import each other
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> set[str]:
-    """Top-level rooms and outside packages a file imports, wherever in the file."""
+    """Return the subpackages of lgrpo and the other packages that a file imports, anywhere in the file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -38,31 +41,31 @@ def imports(path: Path) -> set[str]:
     return {".".join(name.split(".")[:2]) if name.startswith("lgrpo") else name.split(".")[0] for name in found}
 
 
-FILES = [path for path in ROOT.rglob("*.py") if room_of(path) != "__init__"]
+FILES = [path for path in ROOT.rglob("*.py") if package_of(path) != "__init__"]
 
 
-def test_every_room_has_a_layer():
-    assert {room_of(path) for path in FILES} == set(LEVEL)
+def test_every_package_has_a_layer():
+    assert {package_of(path) for path in FILES} == set(LEVEL)
 
 
-def test_rooms_import_only_what_lies_below():
+def test_packages_import_only_lower_layers():
     wrong = []
     for path in FILES:
-        room = room_of(path)
+        package = package_of(path)
         for name in imports(path):
             if not name.startswith("lgrpo."):
                 continue
             other = name.split(".")[1]
-            if other == room:
+            if other == package:
                 continue
-            strangers = any({room, other} <= group for group in STRANGERS)
-            if other not in LEVEL or LEVEL[other] > LEVEL[room] or strangers:
+            is_separate = any({package, other} <= group for group in SEPARATE)
+            if other not in LEVEL or LEVEL[other] > LEVEL[package] or is_separate:
                 wrong.append(f"{path.relative_to(ROOT)} imports lgrpo.{other}")
     assert not wrong
 
 
 def test_vllm_is_imported_in_engines_alone():
-    assert [path for path in FILES if "vllm" in imports(path) and room_of(path) != "engines"] == []
+    assert [path for path in FILES if "vllm" in imports(path) and package_of(path) != "engines"] == []
 
 
 def test_the_package_works_without_vllm():

@@ -1,4 +1,4 @@
-"""Every named method trains, and a user's own part takes the place of any of ours."""
+"""Check that every named method trains, and that users can replace parts of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from lgrpo import ClippedLoss, Sampling, ZeroVarianceMask
 from lgrpo.advantages import BatchMean, BatchStd, ComposedAdvantage, DropNegatives
 from lgrpo.callbacks import OverlongMask
-from lgrpo.cli import LGRPOCLI, ParseOnly
+from lgrpo.commands.fit import LGRPOCLI
+from lgrpo.commands.settings import parse_settings
 from lgrpo.data import DynamicSampling
 from lgrpo.functional import has_reward_variance
 from lgrpo.losses import ComposedLoss, EntropyBonus, MinClip
@@ -28,12 +29,12 @@ red_weight_adaptive opmd opmd_kimi asymre dr_grpo dapo gspo gmpo cispo rloo rein
 tis_grpo mis_grpo m2po"""
 
 
-def test_no_method_is_missing():
+def test_the_list_of_methods_is_complete():
     assert sorted(NAMED.split()) == METHODS
 
 
 def demonstration(folder, *options):
-    """The demonstration's own parts, eight prompts a rollout."""
+    """Build the demonstration with eight prompts per rollout."""
     return LGRPOCLI(
         [
             f"--config={CONFIGS / 'demo.yaml'}",
@@ -52,7 +53,7 @@ def demonstration(folder, *options):
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """Weights of the demonstration's policy after its warm start: rewards vary from then on."""
+    """Return the weights of the demonstration's policy after its warm start, when rewards have variance."""
     callbacks = "--trainer.callbacks=[{class_path: lgrpo.callbacks.SupervisedWarmStart, init_args: {num_steps: 26}}]"
     cli = demonstration(tmp_path_factory.mktemp("warm"), callbacks, "--data.num_rollouts=1")
     cli.trainer.fit(cli.model, cli.datamodule)
@@ -77,13 +78,13 @@ def test_thirty_steps_on_the_demonstration(method, warm, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_overlays_leave_nothing_of_each_other(method, tmp_path):
-    """A method on top of another is that method: its file says all there is to say."""
+def test_overlays_replace_each_other_completely(method, tmp_path):
+    """The config of a method over that of another is the first method's."""
 
     def shown(*names):
-        config = ParseOnly([f"--config={CONFIGS / name}.yaml" for name in ("tiny", *names)]).config.as_dict()
+        config = parse_settings([f"--config={CONFIGS / name}.yaml" for name in ("tiny", *names)]).as_dict()
         if method not in ("off_policy_grpo", "off_policy_grpo_eq6"):
-            config.pop("weight_sync")  # v is a choice of the run: only theirs comes with the method
+            config.pop("weight_sync")  # only these two methods set v
         config.pop("config")
         return json.dumps(config, sort_keys=True, default=str)
 
@@ -92,11 +93,12 @@ def test_overlays_leave_nothing_of_each_other(method, tmp_path):
         assert shown(f"algorithms/{other}", f"algorithms/{method}") == own
 
 
-def test_a_part_of_the_users_own(tmp_path, monkeypatch, capsys):
+def test_a_users_gate(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from lgrpo.losses import MaskGate\n"
         "class OnlyUnlikely(MaskGate):\n"
+        "    reads_ratio = False\n"
         "    def __init__(self, below: float = 0.5) -> None:\n"
         "        self.below = below\n"
         "    def keeps(self, terms):\n"
@@ -121,20 +123,20 @@ def test_a_part_of_the_users_own(tmp_path, monkeypatch, capsys):
 
 class TestDataShaping:
     class Often(Reward):
-        """Right four times in five, whatever the prompt: many groups of four do not vary."""
+        """Reward of four in five completions, whatever the prompt: many groups of four have no variance."""
 
         def score(self, prompt, completion):
             return float(completion.token_ids[0] > 4)
 
-    def test_dynamic_sampling_replaces_groups_that_do_not_vary(self):
+    def test_dynamic_sampling_replaces_groups_without_variance(self):
         task = self.task()
         plain = fit(rollouts=4, v=2, data={"task": task})
         dynamic = fit(rollouts=4, v=2, data={"task": task, "dynamic_sampling": DynamicSampling(max_rounds=20)})
-        dull = [~has_reward_variance(b.rewards, 4) for b in plain.recorder.rollouts]
-        assert any(d.any() for d in dull)
+        zero_variance = [~has_reward_variance(b.rewards, 4) for b in plain.recorder.rollouts]
+        assert any(rows.any() for rows in zero_variance)
         for before, after in zip(plain.recorder.rollouts[:1], dynamic.recorder.rollouts[:1], strict=True):
             kept = has_reward_variance(before.rewards, 4)
-            assert torch.equal(before.positions[kept], after.positions[kept])  # what varied is what it was
+            assert torch.equal(before.positions[kept], after.positions[kept])  # groups with variance are kept
             assert (after.positions[~kept] >= 2**40).all()
         for batch, row in zip(dynamic.recorder.rollouts, dynamic.logged, strict=True):
             assert has_reward_variance(batch.rewards, 4).all()
@@ -143,7 +145,7 @@ class TestDataShaping:
         assert dynamic.logged[0]["rollout/resampled_fraction"] > 0
         assert dynamic.recorder.lags == plain.recorder.lags
 
-    def test_dynamic_sampling_takes_other_rows_even_without_shuffling(self):
+    def test_dynamic_sampling_uses_other_rows_without_shuffling(self):
         data = {"task": self.task(always=True), "shuffle": False, "dynamic_sampling": DynamicSampling(max_rounds=3)}
         run = fit(rollouts=1, data=data)
         (batch,) = run.recorder.rollouts
@@ -159,7 +161,7 @@ class TestDataShaping:
         assert all(row["rollout/resampled_fraction"] == 2 for row in run.logged)
         assert all(row["rollout/zero_variance_fraction"] == 1 for row in run.logged)
 
-    def test_dynamic_sampling_does_not_depend_on_what_is_sampled_together(self):
+    def test_dynamic_sampling_does_not_depend_on_generate_ahead(self):
         data = {"task": self.task(), "dynamic_sampling": DynamicSampling()}
         one = fit(rollouts=6, v=3, data=data)
         ahead = fit(rollouts=6, v=3, data=data | {"generate_ahead": True})
@@ -167,7 +169,7 @@ class TestDataShaping:
             assert torch.equal(a.tokens, b.tokens)
             assert torch.equal(a.positions, b.positions)
 
-    def test_the_overlong_mask_takes_out_what_was_cut_off(self):
+    def test_the_overlong_mask_removes_truncated_completions(self):
         run = fit(rollouts=4, callbacks=[OverlongMask()], data={"sampling": Sampling(max_tokens=3)})
         cut = [batch.truncated for batch in run.recorder.rollouts]
         assert any(c.any() for c in cut)
@@ -186,7 +188,7 @@ class TestDataShaping:
         with pytest.raises(ValueError, match="buffer is 9"):
             OverlongPenalty(ExactMatch(), max_tokens=6, buffer=9)
 
-    def test_nothing_left_is_a_step_that_is_skipped_and_counted(self):
+    def test_a_step_without_live_tokens_is_skipped_and_counted(self):
         task = self.task(always=True)
         for advantage in (DropNegatives(), ComposedAdvantage()):
             run = fit(
@@ -219,13 +221,13 @@ class TestDataShaping:
         return SortDigits(num_digits=2, num_held_out=20, reward=reward)
 
 
-def test_an_entropy_bonus_keeps_the_policy_open():
+def test_an_entropy_bonus_raises_the_entropy():
     plain = fit(rollouts=12, learning_rate=0.3, loss=ComposedLoss(gate=MinClip()))
     bonus = fit(rollouts=12, learning_rate=0.3, loss=ComposedLoss(gate=MinClip(), regularisers=[EntropyBonus(0.5)]))
     assert bonus.logged[-1]["train/entropy"] > plain.logged[-1]["train/entropy"] + 0.01
 
 
-def test_statistics_of_the_batch_are_the_rollouts():
+def test_batch_statistics_are_over_the_rollout():
     advantage = ComposedAdvantage(BatchMean(), BatchStd())
     (batch,) = fit(rollouts=1, data={"advantage": advantage}).recorder.rollouts
     own = batch.advantages[torch.arange(16), batch.attention_mask.sum(1) - 1]

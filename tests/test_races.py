@@ -1,4 +1,4 @@
-"""What goes wrong only at one moment: an interrupt, a fault or a kill is put exactly there."""
+"""Inject an interrupt, a fault or a kill at the one moment where it can do harm."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from lgrpo.callbacks import (
     ExactResume,
     GracefulInterrupt,
     RolloutLog,
-    RolloutRecorder,
     rank_watch,
-    rollout_recorder,
 )
-from lgrpo.checkpoints import newest_checkpoint, sweep_parts
-from lgrpo.engines import TransformersEngine, WeightSyncError, children
+from lgrpo.engines import TransformersEngine, WeightSyncError, processes
 from lgrpo.engines.base import RolloutEngine
+from lgrpo.recordings import RolloutRecorder, recorder
+from lgrpo.run.checkpoints import newest_checkpoint, remove_partial
 from tests.helpers import build, fit, largest_difference
-from tests.processes import until_nobody_lives
+from tests.processes.alive import until_all_ended
 
 EVALUATED = {
     "limit_val_batches": 1.0,
@@ -48,7 +47,7 @@ def interrupt():
 
 
 def at_call(number, act):
-    """Acts when it is called for the n-th time."""
+    """Return a function that calls ``act`` on its n-th call."""
     calls = []
 
     def count(*_):
@@ -59,23 +58,23 @@ def at_call(number, act):
     return count
 
 
-def check_that_it_goes_on(folder, straight, own, why=(KeyboardInterrupt, SystemExit)):
-    """A run that stops by itself; then the rest of it, which must be as if nothing had been."""
+def check_resumes_exactly(folder, straight, own, why=(KeyboardInterrupt, SystemExit)):
+    """Train until the injected stop, resume, and compare with the uninterrupted run."""
     run = build(**own())
     with pytest.raises(why):
         run.trainer.fit(run.module, datamodule=run.data)
     again = fit(**own(), ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
     assert again.recorder.lags == straight.recorder.lags[run.trainer.global_step :]
-    assert [(r.version, r.step) for r in again.data.engine.ledger] == [
-        (r.version, r.step) for r in straight.data.engine.ledger
+    assert [(r.version, r.step) for r in again.data.engine.state.ledger] == [
+        (r.version, r.step) for r in straight.data.engine.state.ledger
     ]
     assert largest_difference(straight.weights, again.weights) == 0.0
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("fault", ["interrupt", "difference"])
-def test_a_sync_that_was_not_verified_did_not_happen(tmp_path, monkeypatch, adaptive, fault):
-    """In the checkpoint neither: a run that goes on must not sample from what it holds."""
+def test_an_unverified_sync_is_not_in_the_checkpoint(tmp_path, monkeypatch, adaptive, fault):
+    """A resumed run must not sample from weights whose checksums were not compared."""
 
     def own(folder=tmp_path):
         sync = [AdaptiveWeightSync(maximum=2, budget=100.0)] if adaptive else []
@@ -88,43 +87,43 @@ def test_a_sync_that_was_not_verified_did_not_happen(tmp_path, monkeypatch, adap
         third(engine)
         return real(engine, sent)
 
-    def spoil(*_):
+    def corrupt(*_):
         with torch.no_grad():
-            spoilt[0].mul_(3.0)
+            corrupted[0].mul_(3.0)
 
-    spoilt = []
-    count = at_call(3, interrupt if fault == "interrupt" else spoil)
+    corrupted = []
+    count = at_call(3, interrupt if fault == "interrupt" else corrupt)
 
     def third(engine):
-        spoilt[:] = [dict(engine._model.named_parameters())["model.norm.weight"]]
+        corrupted[:] = [dict(engine._model.named_parameters())["model.norm.weight"]]
         count()
 
     monkeypatch.setattr(TransformersEngine, "held_checksums", held_checksums)
     why = WeightSyncError if fault == "difference" else (KeyboardInterrupt, SystemExit)
-    check_that_it_goes_on(tmp_path, straight, own, why)
+    check_resumes_exactly(tmp_path, straight, own, why)
 
 
-def test_an_interrupt_while_an_evaluation_gives_the_weights_back(tmp_path, monkeypatch):
+def test_an_interrupt_while_an_evaluation_restores_the_weights(tmp_path, monkeypatch):
     straight = fit(**settings(tmp_path / "straight", v=4, trainer=EVALUATED))
     real = RolloutEngine.load_state_dict
-    first = at_call(1, lambda: monkeypatch.setattr(TransformersEngine, "receive", stopped))
-    receive = TransformersEngine.receive
+    first = at_call(1, lambda: monkeypatch.setattr(TransformersEngine, "receive_weights", stopped))
+    receive = TransformersEngine.receive_weights
 
-    def stopped(engine, weights, version):
-        monkeypatch.setattr(TransformersEngine, "receive", receive)
+    def stopped(engine, weights, step, version):
+        monkeypatch.setattr(TransformersEngine, "receive_weights", receive)
         interrupt()
-        return receive(engine, weights, version)
+        return receive(engine, weights, step, version)
 
     def load_state_dict(engine, state, policy=None):
         first()
         real(engine, state, policy)
 
     monkeypatch.setattr(RolloutEngine, "load_state_dict", load_state_dict)
-    check_that_it_goes_on(tmp_path, straight, lambda: settings(tmp_path, v=4, trainer=EVALUATED))
+    check_resumes_exactly(tmp_path, straight, lambda: settings(tmp_path, v=4, trainer=EVALUATED))
 
 
 def test_an_interrupt_while_a_rollout_is_written(tmp_path, monkeypatch):
-    real, third = rollout_recorder.write_recording, at_call(3, interrupt)
+    real, third = recorder.write_recording, at_call(3, interrupt)
 
     def write(*arguments):
         third()
@@ -133,7 +132,7 @@ def test_an_interrupt_while_a_rollout_is_written(tmp_path, monkeypatch):
     def own():
         return settings(tmp_path, RolloutRecorder(), RolloutLog(every=1), rollouts=4)
 
-    monkeypatch.setattr(rollout_recorder, "write_recording", write)
+    monkeypatch.setattr(recorder, "write_recording", write)
     run = build(**own())
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         run.trainer.fit(run.module, datamodule=run.data)
@@ -144,7 +143,7 @@ def test_an_interrupt_while_a_rollout_is_written(tmp_path, monkeypatch):
 
 
 class Endless(TransformersEngine):
-    """The third generation ends when the engine is closed."""
+    """An engine whose third generation lasts until the engine is closed."""
 
     can_overlap = True
 
@@ -167,7 +166,7 @@ class Endless(TransformersEngine):
 
 
 def test_an_interrupt_while_a_generation_is_waited_for(tmp_path):
-    """The engine is closed: else the process would wait for it before it ends."""
+    """The engine must be closed, or the process would wait for the generation before it exits."""
     run = build(**settings(tmp_path, v=4, rollouts=4, data={"engine": Endless()}))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         run.trainer.fit(run.module, datamodule=run.data)
@@ -177,10 +176,10 @@ def test_an_interrupt_while_a_generation_is_waited_for(tmp_path):
 KILLED = """
 import os, shutil, sys, types
 from pathlib import Path
-from lgrpo import checkpoints
+from lgrpo.run import checkpoints
 
 class Strategy:
-    is_global_zero, checkpoint_io, _save_distributed_checkpoint = True, None, True
+    is_global_zero = True
 
     def barrier(self):
         pass
@@ -191,7 +190,7 @@ class Strategy:
             (Path(path) / name).write_text(checkpoint)
 
 strategy = Strategy()
-checkpoints.write_whole(types.SimpleNamespace(strategy=strategy))
+checkpoints.write_shards_atomically(strategy)
 target = Path(sys.argv[1])
 strategy.save_checkpoint("old", target)
 
@@ -208,16 +207,16 @@ strategy.save_checkpoint("new", target)
 def test_a_kill_while_an_old_sharded_checkpoint_is_removed(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "last.ckpt")])
     assert done.returncode == -signal.SIGKILL
-    sweep_parts(tmp_path)
+    remove_partial(tmp_path)
     assert (newest_checkpoint(tmp_path) / "shard0").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_one_fit_right_after_another_on_several_ranks(monkeypatch):
-    """The watch of the first goes on for a second, and has to end with what is its own."""
+    """The first watch thread runs for another second and must close only its own files."""
 
-    def gather(places, own):
-        places[:] = [own, (own[0], child.pid)]
+    def gather(gathered, own):
+        gathered[:] = [own, (own[0], child.pid)]
 
     def watches():
         return sum(thread.name == "rank-watch" for thread in threading.enumerate())
@@ -241,16 +240,16 @@ def test_one_fit_right_after_another_on_several_ranks(monkeypatch):
     assert errors == []
 
 
-def test_interrupted_while_a_process_is_started(tmp_path):
-    """Whoever asked for it never learns that it is there: it does not stay."""
-    pid, blocked, started = tmp_path / "pid", threading.Event(), children._parent_thread
+def test_a_process_is_killed_if_its_start_is_interrupted(tmp_path):
+    """The caller never receives its handle, so nothing else could end it."""
+    pid, blocked, started = tmp_path / "pid", threading.Event(), processes._parent_thread
     started.submit(blocked.wait)  # so that the interrupt comes before the process
     timer = threading.Timer(0.2, interrupt)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        children.start_process(["bash", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600"])
+        processes.start_process(["bash", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600"])
     timer.join()
     blocked.set()
-    started.submit(lambda: None).result(timeout=20)  # behind what was asked for
+    started.submit(lambda: None).result(timeout=20)  # runs after the start
     time.sleep(0.2)
-    assert not pid.exists() or until_nobody_lives(lambda stat: stat[0] == pid.read_text().strip())
+    assert not pid.exists() or until_all_ended(lambda stat: stat[0] == pid.read_text().strip())

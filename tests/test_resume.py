@@ -1,4 +1,4 @@
-"""Stop and go on: from every optimizer step of two cycles, the end is the same to the bit."""
+"""Check that a run resumed from any optimizer step of two cycles ends with bit-identical weights."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def settings(folder, loss, save=False):
     return SETTINGS | {"loss": loss, "callbacks": callbacks, "trainer": trainer}
 
 
-def test_with_moments_of_eight_bits(tmp_path):
-    """bitsandbytes' AdamW on a model large enough for it to round: two bytes a parameter, and the same end."""
+def test_with_an_eight_bit_optimizer(tmp_path):
+    """bitsandbytes' AdamW on a model large enough to be quantised: two bytes of state per parameter."""
     optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
 
@@ -50,14 +50,14 @@ def test_with_moments_of_eight_bits(tmp_path):
     assert largest_difference(run(tmp_path / "step=3.ckpt").weights, straight.weights) == 0
 
 
-def timeless(figures):
-    """All but how long things took."""
-    return {name: value for name, value in figures.items() if not name.startswith("time/")}
+def without_times(metrics):
+    """Return the metrics that do not measure time."""
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 @pytest.mark.parametrize("centre", ["one", "proximal"])
 def test_from_every_step(tmp_path, centre):
-    """With a proximal centre the log-probabilities of the first pass must come along too."""
+    """With a proximal centre, the log-probabilities of the first pass must be in the checkpoint too."""
 
     def loss():
         return ClippedLoss(0.05, 0.05, centre=centre, kl_coef=0.1)
@@ -75,8 +75,8 @@ def test_from_every_step(tmp_path, centre):
         assert all(torch.equal(state[i][name], value) for i in optimizer for name, value in optimizer[i].items())
         assert len(run.logged) == STEPS - step
         for row, expected_row in zip(run.logged, straight.logged[step:], strict=True):
-            kept = {name: expected_row[name] for name in row}  # what was logged before the stop stays there
-            assert timeless(row) == timeless(kept), f"from step {step}"
+            kept = {name: expected_row[name] for name in row}  # metrics logged before the stop are not logged again
+            assert without_times(row) == without_times(kept), f"from step {step}"
         assert run.recorder.lags == straight.recorder.lags[step:], f"from step {step}"
         sampled = run.recorder.rollouts
         expected = straight.recorder.rollouts[len(straight.recorder.rollouts) - len(sampled) :]
@@ -84,8 +84,8 @@ def test_from_every_step(tmp_path, centre):
 
 
 @pytest.mark.parametrize("advantage", [DropNegatives(), ExponentiallyWeighted(temperature="adaptive")])
-def test_with_rollouts_waiting_that_have_no_advantages_yet(tmp_path, advantage):
-    """A cycle sampled ahead, groups sampled again: what waits in a checkpoint is compared when its turn comes."""
+def test_with_sampled_rollouts_that_have_no_advantages_yet(tmp_path, advantage):
+    """Rollouts sampled ahead are stored without advantages, which are computed when they are trained on."""
     data = {"advantage": advantage, "generate_ahead": True, "dynamic_sampling": DynamicSampling(tolerance=0.3)}
     own = settings(tmp_path, ClippedLoss(kl_coef=0.1), save=True) | {"data": data}
     straight = fit(**own)
@@ -94,12 +94,12 @@ def test_with_rollouts_waiting_that_have_no_advantages_yet(tmp_path, advantage):
         again = settings(tmp_path, ClippedLoss(kl_coef=0.1)) | {"data": data}
         run = fit(**again, ckpt_path=str(tmp_path / f"step={step}.ckpt"))
         assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
-    with pytest.raises(ValueError, match=r"data\.num_prompts was 4, here it is 8: the prompts"):
+    with pytest.raises(ValueError, match=r"data\.num_prompts was 4 and is now 8: the run would continue"):
         fit(**again | {"data": data | {"num_prompts": 8, "group_size": 2}}, ckpt_path=str(tmp_path / "step=4.ckpt"))
 
 
-def test_no_line_of_a_ledger_is_doubled(tmp_path):
-    """Neither by what a lost attempt had written beyond the checkpoint, nor by the line its crash cut short."""
+def test_no_line_of_a_log_file_is_written_twice(tmp_path):
+    """Lines written after the checkpoint, and a line cut short by a crash, are removed on resume."""
 
     def lines(name):
         rows = [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
@@ -124,7 +124,7 @@ def test_no_line_of_a_ledger_is_doubled(tmp_path):
 
 
 class Hit(RolloutCallback):
-    """Presses Ctrl-C at a chosen moment of rollout 3, or raises there."""
+    """Send SIGINT, or raise an error, at a chosen moment of rollout 3."""
 
     def __init__(self, moment, error=None):
         self.moment, self.error = moment, error
@@ -152,7 +152,7 @@ class Hit(RolloutCallback):
 @pytest.mark.parametrize("v", [1, 3])
 @pytest.mark.parametrize("moment", ["inside a step", "between hooks", "after sampling", "in validation", "an error"])
 def test_an_interrupt_or_an_error_loses_nothing(tmp_path, moment, v):
-    """Weights and every row of the log are those of a run that nothing happened to."""
+    """Weights and every logged row equal those of an uninterrupted run."""
 
     def run(folder, *hits, ckpt_path=None):
         arguments = settings(folder, ClippedLoss(0.05, 0.05, centre="proximal", kl_coef=0.1))
@@ -174,8 +174,8 @@ def test_an_interrupt_or_an_error_loses_nothing(tmp_path, moment, v):
         assert got[name] == expected[name] or name.startswith("time/"), name
 
 
-def test_a_second_fit_starts_afresh():
-    """A short trial, then the real run with the same data module: no rollout of the trial is trained on."""
+def test_a_second_fit_starts_from_scratch():
+    """Rollouts of a first, short fit are not trained on by a second fit with the same data module."""
     trial = build(v=3, rollouts=6, trainer={"max_steps": 2})
     trial.trainer.fit(trial.module, datamodule=trial.data)
     real, plain = build(v=3, rollouts=6), fit(v=3, rollouts=6)
@@ -184,7 +184,7 @@ def test_a_second_fit_starts_afresh():
     assert largest_difference(real.weights, plain.weights) == 0
 
 
-def test_a_warm_start_makes_the_scores_before_it_void():
+def test_a_warm_start_discards_earlier_scores():
     run = build(
         loss=ClippedLoss(kl_coef=0.1),
         learning_rate=0.0,
@@ -199,7 +199,7 @@ def test_a_warm_start_makes_the_scores_before_it_void():
 
 
 def test_from_inside_gradient_accumulation(tmp_path):
-    """The gradients of the first micro-batch are not in a checkpoint: the step is made again from its start."""
+    """A checkpoint holds no accumulated gradients, so the step is repeated from its first micro-batch."""
 
     class SaveInside(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

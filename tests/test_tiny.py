@@ -1,4 +1,4 @@
-"""The demonstration made small learns what it is meant to learn."""
+"""Check that configs/tiny.yaml learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, and shows outputs of the code it holds."""
+"""Every notebook runs without an error, and its stored outputs are those of its code."""
 
 import re
 
@@ -16,7 +16,7 @@ def executed():
     return execute_all(NOTEBOOKS)
 
 
-def test_they_are_all_there():
+def test_all_notebooks_exist_and_are_linked():
     assert {int(path.name[:3]) for path in NOTEBOOKS} == EXPECTED
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for path in NOTEBOOKS:
@@ -24,29 +24,29 @@ def test_they_are_all_there():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(executed, path):
+def test_notebook_runs(executed, path):
     notebook, _, error = executed[path]
     assert error is None, error
     kept = nbformat.read(path, as_version=4)
-    pictures = [sum("image/png" in str(cell.get("outputs", "")) for cell in one.cells) for one in (kept, notebook)]
-    assert pictures[0] == pictures[1] > 0
+    plots = [sum("image/png" in str(cell.get("outputs", "")) for cell in one.cells) for one in (kept, notebook)]
+    assert plots[0] == plots[1] > 0
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_its_outputs_are_those_of_its_code(path):
+def test_outputs_are_current(path):
     notebook = nbformat.read(path, as_version=4)
     assert notebook.metadata["lgrpo"]["code"] == digest(notebook), "run: make notebooks"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
-    assert not [output for output in outputs if output.get("name") == "stderr"], "warnings are no part of a tutorial"
-    assert not re.search(r"/(root|home|work|tmp)/", str(outputs)), "a path of the machine that made them"
+    assert not [output for output in outputs if output.get("name") == "stderr"], "a tutorial shows no warnings"
+    assert not re.search(r"/(root|home|work|tmp)/", str(outputs)), "a path of the machine that produced them"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_its_shape(path):
-    """Each begins with what you will see and ends with something to try; its links lead somewhere."""
+def test_structure(path):
+    """Each starts with what you will see and ends with something to try; its links exist."""
     notebook = nbformat.read(path, as_version=4)
     text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     assert text[0].startswith(f"# {path.name[:3]}: ")

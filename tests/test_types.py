@@ -1,4 +1,4 @@
-"""RolloutBatch: how it is cut, trimmed, stored."""
+"""Tests of RolloutBatch: splitting, trimming, checkpointing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rows_keep_their_values():
                 assert torch.equal(expected, part), f.name
 
 
-def test_dead_rows_are_left_out_but_no_piece_is_empty():
+def test_rows_without_loss_are_left_out_but_no_piece_is_empty():
     batch = a_batch(size=8)
     batch.loss_mask[2:] = False
     assert sorted(r for piece in batch.split(2) for r in piece.rows.tolist()) == [0, 1]

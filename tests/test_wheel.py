@@ -1,4 +1,4 @@
-"""The wheel, built and installed into an empty environment, holds what it should."""
+"""Build the wheel, install it into an empty environment, and use it there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scores of a whole rollout in, advantages out. They run before a rollout is cut, since a group must be whole."""
+"""Advantages of a whole rollout, computed before it is split, because a group must be whole."""
 
 from lgrpo.advantages.base import Advantage, Scores
 from lgrpo.advantages.baselines import Baseline, BatchMean, GroupMean, LeaveOneOut, LogMeanExp, NoBaseline

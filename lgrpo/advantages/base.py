@@ -1,4 +1,4 @@
-"""What an advantage is."""
+"""Base class of advantages."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 @dataclass(kw_only=True, slots=True)
 class Scores:
-    """The scored completions of a whole rollout, of all ranks, the G siblings of a prompt side by side."""
+    """Scored completions of a whole rollout, of all ranks, with the G siblings of a prompt in adjacent rows."""
 
     rewards: Tensor
-    """[B] as the reward gave them."""
+    """Rewards [B]."""
     lengths: Tensor
-    """[B] tokens of each completion."""
+    """Number of tokens of each completion [B]."""
     draws: Tensor
-    """[B] a uniform number of each completion's own, in [0, 1): for an advantage that chooses at random."""
+    """Uniform random number in [0, 1) of each completion [B], for advantages that choose at random."""
     group_size: int
 
 
 class Advantage(ABC):
-    """How good each completion is beside the others of its rollout."""
+    """Value of each completion relative to others of its rollout."""
 
     @abstractmethod
     def __call__(self, scores: Scores) -> Tensor:
-        """Advantages [B]."""
+        """Return advantages [B]."""

@@ -1,4 +1,4 @@
-"""What a reward is compared with."""
+"""Baselines that are subtracted from rewards."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lgrpo.checks import check_range
 from lgrpo.functional import leave_one_out_mean, log_mean_exp
 
 
 class Baseline(ABC):
-    """Taken from each reward."""
+    """Number subtracted from each reward."""
 
     @abstractmethod
     def __call__(self, groups: Tensor) -> Tensor:
-        """Of rewards [P, G]; something that broadcasts against them."""
+        """Return the baseline of rewards [P, G], in a shape that broadcasts against them."""
 
 
 @final
 class GroupMean(Baseline):
-    """``mean(r)`` of the group: an estimate of what the behaviour policy earns on the prompt."""
+    """``mean(r)`` of the group, which estimates the behaviour policy's expected reward on the prompt."""
 
     def __call__(self, groups: Tensor) -> Tensor:
         return groups.mean(1, keepdim=True)
@@ -29,7 +30,7 @@ class GroupMean(Baseline):
 
 @final
 class LeaveOneOut(Baseline):
-    """The mean of the siblings, the completion itself left out (RLOO)."""
+    """Mean of the siblings, without the completion itself (RLOO)."""
 
     def __call__(self, groups: Tensor) -> Tensor:
         return leave_one_out_mean(groups)
@@ -37,7 +38,7 @@ class LeaveOneOut(Baseline):
 
 @final
 class BatchMean(Baseline):
-    """The mean over the whole rollout."""
+    """Mean over the whole rollout."""
 
     def __call__(self, groups: Tensor) -> Tensor:
         return groups.mean()
@@ -50,10 +51,9 @@ class LogMeanExp(Baseline):
     def __init__(self, temperature: float = 1.0) -> None:
         """
         Args:
-            temperature: τ, above 0.
+            temperature: Temperature τ, above 0.
         """
-        if not temperature > 0:
-            raise ValueError(f"LogMeanExp's temperature is {temperature}; it must be above 0")
+        check_range("LogMeanExp's temperature", temperature, above=0)
         self.temperature = temperature
 
     def __call__(self, groups: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class LogMeanExp(Baseline):
 
 @final
 class NoBaseline(Baseline):
-    """0: the reward stands for itself."""
+    """Baseline 0: the advantage is the reward."""
 
     def __call__(self, groups: Tensor) -> Tensor:
         return torch.zeros_like(groups)

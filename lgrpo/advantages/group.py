@@ -1,4 +1,4 @@
-"""Advantages from the rewards of whole groups, whose statistics are the behaviour policy's: it sampled them."""
+"""Advantages from the rewards of whole groups."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from lgrpo.advantages.base import Advantage, Scores
 from lgrpo.advantages.baselines import Baseline, GroupMean
 from lgrpo.advantages.scales import GroupStd, NoScale, Scale
+from lgrpo.checks import check_range
 from lgrpo.functional import adaptive_temperature, drop_negatives, grouped
 
 
@@ -24,9 +25,9 @@ class ComposedAdvantage(Advantage):
     ) -> None:
         """
         Args:
-            baseline: What each reward is compared with.
-            scale: What the difference is divided by.
-            shift: Added at the end; above 0 it lifts what was sampled (AsymRE).
+            baseline: Number subtracted from each reward.
+            scale: Number the difference is divided by.
+            shift: Constant added at the end; above 0 it makes all samples more likely (AsymRE).
         """
         self.baseline = baseline
         self.scale = scale
@@ -40,15 +41,15 @@ class ComposedAdvantage(Advantage):
 
 @final
 class GroupWhitened(ComposedAdvantage):
-    """GRPO: the reward less its group's mean, over the group's standard deviation."""
+    """GRPO: ``(r - mean) / std`` of the group."""
 
     def __init__(
         self, eps: float = 1e-4, eps_placement: Literal["inside", "outside"] = "inside", unbiased: bool = False
     ) -> None:
         """
         Args:
-            eps: Keeps a group with little variance from being blown up.
-            eps_placement: Added to the variance inside the root (Mroueh et al.), or to the deviation outside it (TRL).
+            eps: Constant that limits the advantages of groups with little variance.
+            eps_placement: Position of ``eps``: ``inside`` the root of the variance (Mroueh et al.) or not (TRL).
             unbiased: Divide the sum of squares by G - 1 instead of G.
         """
         super().__init__(GroupMean(), GroupStd(eps, eps_placement, unbiased))
@@ -56,9 +57,9 @@ class GroupWhitened(ComposedAdvantage):
 
 @final
 class DropNegatives(Advantage):
-    """RED-Drop: where negatives outnumber positives the surplus goes, at random; the mean is of the kept.
+    """RED-Drop: drops random negatives of a group that has more negatives than positives; centres the others.
 
-    What is dropped has advantage 0: it has no say in the surrogate, and its tokens still count in the denominator.
+    Dropped completions have advantage 0. Their tokens still count in the denominator of the loss.
     """
 
     def __call__(self, scores: Scores) -> Tensor:
@@ -70,9 +71,9 @@ class DropNegatives(Advantage):
 
 @final
 class ExponentiallyWeighted(Advantage):
-    """RED-Weight: ``A exp(A / T)``, so that what was good weighs more than what was bad.
+    """RED-Weight: ``A exp(A / T)``, so that good completions count more than bad ones.
 
-    The weight is a function of the advantage alone, and so a part of it; the sign, and with it every gate, stays.
+    The sign of the advantage, and so the effect of every gate, is unchanged.
     """
 
     def __init__(
@@ -83,14 +84,15 @@ class ExponentiallyWeighted(Advantage):
     ) -> None:
         """
         Args:
-            advantage: A.
-            temperature: T, above 0; or ``adaptive``: for each rollout the T at which the tokens' sum of A exp(A / T)
-                is 0, so that long failures do not outweigh short successes.
-            least_temperature: The least that ``adaptive`` chooses.
+            advantage: Advantage A.
+            temperature: Temperature T, above 0; or ``adaptive``: for each rollout the T at which the sum of
+                A exp(A / T) over all tokens is 0, so that long failures do not outweigh short successes.
+            least_temperature: Lower limit of an ``adaptive`` T.
         """
-        lowest = least_temperature if temperature == "adaptive" else temperature
-        if not lowest > 0:
-            raise ValueError(f"the temperature of exp(A / T) is {lowest}; it must be above 0")
+        if temperature == "adaptive":
+            check_range("least_temperature", least_temperature, above=0)
+        else:
+            check_range("temperature", temperature, above=0)
         self.advantage = advantage
         self.temperature = temperature
         self.least_temperature = least_temperature

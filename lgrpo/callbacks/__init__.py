@@ -1,7 +1,6 @@
-"""When things happen: each callback one decision."""
+"""Callbacks: when weights move, what is masked, logged, checked and saved."""
 
 from lgrpo.callbacks.adaptive_weight_sync import AdaptiveWeightSync
-from lgrpo.callbacks.end_at_once import EndAtOnce
 from lgrpo.callbacks.exact_resume import ExactResume
 from lgrpo.callbacks.finite_steps import FiniteSteps
 from lgrpo.callbacks.improvement_monitor import ImprovementMonitor
@@ -11,7 +10,7 @@ from lgrpo.callbacks.progress import RolloutProgress
 from lgrpo.callbacks.rank_watch import RankWatch
 from lgrpo.callbacks.reference_refresh import ReferenceRefresh
 from lgrpo.callbacks.rollout_log import RolloutLog
-from lgrpo.callbacks.rollout_recorder import RolloutRecorder
+from lgrpo.callbacks.stop_on_sigterm import StopOnSigterm
 from lgrpo.callbacks.validate_every import ValidateEvery
 from lgrpo.callbacks.warm_start import SupervisedWarmStart
 from lgrpo.callbacks.weight_sync import EngineSync, WeightSync
@@ -20,7 +19,6 @@ from lgrpo.hooks import RolloutCallback
 
 __all__ = [
     "AdaptiveWeightSync",
-    "EndAtOnce",
     "EngineSync",
     "ExactResume",
     "FiniteSteps",
@@ -32,7 +30,7 @@ __all__ = [
     "RolloutCallback",
     "RolloutLog",
     "RolloutProgress",
-    "RolloutRecorder",
+    "StopOnSigterm",
     "SupervisedWarmStart",
     "ValidateEvery",
     "WeightSync",

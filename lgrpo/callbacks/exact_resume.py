@@ -1,4 +1,4 @@
-"""A checkpoint, wherever it was taken, goes on from the last finished optimizer step."""
+"""Resuming from the last finished optimizer step, wherever the checkpoint was taken."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 import lightning as L
 import torch
 
-from lgrpo.checkpoints import WholeCheckpointIO, write_whole
 from lgrpo.hooks import policy_owner
-from lgrpo.settings import ResumeError
+from lgrpo.run.checkpoints import AtomicCheckpointIO, write_atomically
+from lgrpo.run.resume import ResumeError
 
 
 class ExactResume(L.Callback):
-    """Rewrites a checkpoint's loop counters as they stand right after its last finished optimizer step.
+    """Sets a checkpoint's loop counters to their values right after its last finished optimizer step.
 
-    Lightning repairs only checkpoints saved in ``on_train_batch_end`` at the end of a step. From anywhere else (inside
-    gradient accumulation, an interrupt, an epoch's end) gradients or a batch would be lost. Rewinding is exact here,
-    since neither rollout nor weights change inside a step.
+    Lightning corrects only checkpoints saved in ``on_train_batch_end`` at the end of a step. From anywhere else (inside
+    gradient accumulation, after an interrupt, at an epoch's end) gradients or a batch would be lost. Rewinding is
+    exact, because neither the rollout nor the weights change inside a step.
     """
 
     def __init__(self, seed: int = 0) -> None:
         """
         Args:
-            seed: Of dropout, where the policy has any: keyed by step and micro-batch instead of saved.
+            seed: Seed of torch's random numbers, which are derived from step and micro-batch instead of saved.
         """
         self.seed = seed
         self._failures = 0
         self._validated = -1
-        self._owes_validation = False
+        self._validation_is_due = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            write_whole(trainer)
+            write_atomically(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -42,17 +42,17 @@ class ExactResume(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
         is_due = trainer.global_step > 0 and fetcher is not None and loop._should_check_val_fx(fetcher)
-        checkpoint["owes_validation"] = is_due and self._validated != trainer.global_step
+        checkpoint["validation_is_due"] = is_due and self._validated != trainer.global_step
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if type(data).__qualname__ not in checkpoint:  # Lightning would pass over it
+        if type(data).__qualname__ not in checkpoint:  # Lightning would ignore this
             raise ResumeError(
-                f"the checkpoint holds no state of a {type(data).__qualname__}, so no rollout to go on with"
+                f"the checkpoint holds no state of a {type(data).__qualname__}, so no rollout to continue with"
             )
-        self._owes_validation = checkpoint["owes_validation"]
+        self._validation_is_due = checkpoint["validation_is_due"]
         step = checkpoint["global_step"]
-        if step == 0:  # nothing was trained: begin afresh
+        if step == 0:  # nothing was trained: start from the beginning
             checkpoint["loops"].pop("fit_loop", None)
             return
         loops = checkpoint["loops"]["fit_loop"]
@@ -72,12 +72,12 @@ class ExactResume(L.Callback):
         if trainer.num_training_batches % trainer.accumulate_grad_batches:
             raise ValueError(
                 f"an epoch of {trainer.num_training_batches} batches is not a whole number of optimizer steps of "
-                f"{trainer.accumulate_grad_batches} micro-batches: mend trainer.limit_train_batches"
+                f"{trainer.accumulate_grad_batches} micro-batches: change trainer.limit_train_batches"
             )
         if trainer.global_step:
-            warn_of_optimizer(trainer)
-        if self._owes_validation:  # the process ended between a step and its validation, which Lightning would skip
-            self._owes_validation = False
+            warn_about_optimizer(trainer)
+        if self._validation_is_due:  # the process ended between a step and its validation, which Lightning would skip
+            self._validation_is_due = False
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
@@ -87,20 +87,20 @@ class ExactResume(L.Callback):
     ) -> None:
         micro_batch = batch_idx % trainer.accumulate_grad_batches
         checkpoint_io = trainer.strategy.checkpoint_io
-        if isinstance(checkpoint_io, WholeCheckpointIO) and checkpoint_io.num_failures > self._failures:
-            policy_owner(trainer).note("fault/checkpoint_writes", checkpoint_io.num_failures - self._failures)
+        if isinstance(checkpoint_io, AtomicCheckpointIO) and checkpoint_io.num_failures > self._failures:
+            policy_owner(trainer).add_metric("fault/checkpoint_writes", checkpoint_io.num_failures - self._failures)
             self._failures = checkpoint_io.num_failures
         torch.manual_seed(hash((self.seed, trainer.global_rank, trainer.global_step, micro_batch)) % 2**63)
 
 
-def warn_of_optimizer(trainer: L.Trainer) -> None:
-    """An optimizer comes out of a checkpoint with its settings, whatever was asked for."""
+def warn_about_optimizer(trainer: L.Trainer) -> None:
+    """Warn if the optimizer's settings in the checkpoint, which are used, differ from the configured ones."""
     for optimizer in trainer.optimizers:
-        group, wanted = optimizer.param_groups[0], optimizer.defaults
-        found = {name: group.get(f"initial_{name}", group.get(name)) for name in wanted}
-        if ignored := [f"{n} {v} (not {wanted[n]})" for n, v in found.items() if _differs(v, wanted[n])]:
-            warnings.warn(f"the optimizer goes on as the checkpoint has it: {', '.join(ignored)}", stacklevel=2)
+        group, configured = optimizer.param_groups[0], optimizer.defaults
+        used = {name: group.get(f"initial_{name}", group.get(name)) for name in configured}
+        if ignored := [f"{n} {v} (not {configured[n]})" for n, v in used.items() if _differs(v, configured[n])]:
+            warnings.warn(f"the optimizer keeps its settings from the checkpoint: {', '.join(ignored)}", stacklevel=2)
 
 
-def _differs(value: Any, wanted: Any) -> bool:
-    return isinstance(wanted, int | float) and isinstance(value, int | float) and value != wanted
+def _differs(used: Any, configured: Any) -> bool:
+    return isinstance(configured, int | float) and isinstance(used, int | float) and used != configured

@@ -1,4 +1,4 @@
-"""A step whose gradient is not a number changes nothing."""
+"""Skipping of optimizer steps whose gradient is not finite."""
 
 from __future__ import annotations
 
@@ -8,33 +8,37 @@ from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lgrpo.hooks import policy_owner, run_folder
+from lgrpo.checks import check_range
+from lgrpo.hooks import policy_owner
+from lgrpo.run.folder import run_folder
 from lgrpo.types import RolloutBatch
 
 
 class NonFiniteError(RuntimeError):
-    """Step after step had no usable gradient."""
+    """Too many consecutive steps had a gradient that was not finite."""
 
 
 class FiniteSteps(L.Callback):
-    """Skips an optimizer step whose gradient is not finite, and keeps its batch for you to look at.
+    """Skips an optimizer step whose gradient is not finite, and saves its batch for inspection.
 
-    Weights, momentum and weight decay stay as they were; ``fault/nonfinite_steps`` counts. In 16-bit precision with a
-    loss scale the scaler does this itself, and has to.
+    Weights and optimizer state do not change; ``fault/nonfinite_steps`` counts the skipped steps. In 16-bit precision
+    the gradient scaler skips such steps instead, and must see them.
     """
 
-    def __init__(self, patience: PositiveInt = 10, keep: NonNegativeInt = 5) -> None:
+    def __init__(self, patience: int = 10, keep: int = 5) -> None:
         """
         Args:
-            patience: So many skipped steps in a row end the run.
-            keep: How many batches are kept, in ``nonfinite/`` in the run folder.
+            patience: Number of consecutive skipped steps that ends the run.
+            keep: Largest number of batches to save, in ``nonfinite/`` in the run folder.
         """
-        self.patience = int(patience)
-        self.keep = int(keep)
+        check_range("finite_steps.patience", patience, at_least=1)
+        check_range("finite_steps.keep", keep, at_least=0)
+        self.patience = patience
+        self.keep = keep
         self._in_a_row = 0
         self._kept = 0
         self._batches: list[RolloutBatch] = []
@@ -49,18 +53,19 @@ class FiniteSteps(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, MixedPrecision | FSDPPrecision) and plugin.scaler is not None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         finite = is_finite([p.grad for p in parameters if p.grad is not None])
-        if trainer.world_size > 1:  # ranks may hold different parts of it
+        if trainer.world_size > 1:  # ranks may hold different shards
             finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
         self._in_a_row = 0 if finite else self._in_a_row + 1
         if finite:
             return
         for parameter in parameters:
-            parameter.grad = None  # optimizers pass over these
-        policy_owner(trainer).note("fault/nonfinite_steps", 1.0)
+            parameter.grad = None  # optimizers skip parameters without a gradient
+        policy_owner(trainer).add_metric("fault/nonfinite_steps", 1.0)
         kept = self._save(trainer)
         warnings.warn(
             f"step {trainer.global_step} is skipped: its gradient is not finite{kept} ({self._in_a_row} in a row)",
@@ -68,9 +73,9 @@ class FiniteSteps(L.Callback):
         )
         if self._in_a_row >= self.patience:
             raise NonFiniteError(
-                f"the gradient was not finite {self._in_a_row} steps in a row. Nothing of them is in the weights. Look "
-                f"at the batches in {run_folder(trainer) / 'nonfinite'}; lower the learning rate, clip gradients "
-                "(trainer.gradient_clip_val), or go on from an earlier checkpoint"
+                f"the gradient was not finite {self._in_a_row} steps in a row. They did not change the "
+                f"weights. Inspect the batches in {run_folder(trainer) / 'nonfinite'}; lower the learning rate, clip "
+                "gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,7 +85,7 @@ class FiniteSteps(L.Callback):
         self._in_a_row, self._kept = state["in_a_row"], state["kept"]
 
     def _save(self, trainer: L.Trainer) -> str:
-        """Writes the step's micro-batches; where, as a part of a sentence."""
+        """Save the step's micro-batches; return where, as a clause of a message."""
         if self._kept >= self.keep:
             return ""
         path = run_folder(trainer) / "nonfinite" / f"step-{trainer.global_step}-rank-{trainer.global_rank}.pt"
@@ -93,7 +98,7 @@ class FiniteSteps(L.Callback):
 
 
 def is_finite(gradients: list[Tensor]) -> bool:
-    """Whether every entry is a number; one look at the device for all of them.
+    """Return whether every entry is finite, with a single device synchronisation.
 
     >>> is_finite([torch.ones(2), torch.tensor([1.0, torch.inf])]), is_finite([torch.ones(2)]), is_finite([])
     (False, True, True)

@@ -1,4 +1,4 @@
-"""Whether the terms of the improvement theorem behave in a real run."""
+"""Terms of the improvement theorem, measured in a run."""
 
 from __future__ import annotations
 
@@ -7,82 +7,80 @@ from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lgrpo.callbacks.log_ratios import log_ratios
+from lgrpo.checks import check_range
 from lgrpo.functional import completion_log_ratio
-from lgrpo.hooks import RolloutCallback, log_figures, log_ratios, rollout_owner
+from lgrpo.hooks import RolloutCallback, rollout_owner
 from lgrpo.metrics import CalibrationMetrics, ImprovementMetrics, LagHistogram, OffPolicyMetrics
+from lgrpo.run.checkpoints import gather_ranks
+from lgrpo.run.loggers import log_metrics
 from lgrpo.types import RolloutBatch
 
 
 class ImprovementMonitor(RolloutCallback):
     """Logs every term of Mroueh et al.'s Theorem 1 for every n-th rollout, with ratios of whole completions.
 
-    π is the policy after the rollout's last optimizer step, π_k the one before its first, α the one that sampled: a
-    pass without gradient for each of the first two. The run is not touched: the same weights and completions come out.
-    π was trained on the very completions that are asked here, so the gain is an optimist's. With held-out prompts an
-    honest one is logged at every sync: what the old weights' samples predict, and what the new weights' samples show.
+    π is the policy after the rollout's last optimizer step, π_k the policy before its first, α the policy that sampled.
+    The first two need a pass without gradient each. Weights and completions of the run do not change. π was trained on
+    the completions that measure it, so the gain is optimistic. With held-out prompts an unbiased one is logged at every
+    sync: the gain predicted from samples of the old weights, and the one seen in samples of the new weights.
     """
 
     def __init__(
         self,
-        every: PositiveInt = 10,
-        num_held_out: NonNegativeInt = 0,
+        every: int = 10,
+        num_held_out: int = 0,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
         eps: float = 1e-4,
     ) -> None:
         """
         Args:
-            every: Which rollouts: 0, every, 2 · every, …
-            num_held_out: Prompts of the task's validation set that are sampled at every sync, group_size completions
-                each, to hold the prediction against; 0: none.
-            clip_low: A token counts as clipped when its ratio is this far below 1 and its advantage negative.
-            clip_high: And when it is this far above 1 and its advantage positive.
-            eps: Of s = √(σ² + eps).
+            every: Period in rollouts: 0, every, 2 · every, … are measured.
+            num_held_out: Number of prompts of the task's validation set that are sampled at every sync, group_size
+                completions each, to compare the prediction with. 0 for none.
+            clip_low: Distance of the ratio below 1 from which a token with a negative advantage counts as clipped.
+            clip_high: Distance of the ratio above 1 from which a token with a positive advantage counts as clipped.
+            eps: Constant in s = √(σ² + eps).
         """
-        if every < 1:
-            raise ValueError(f"improvement_monitor.every is {every}; it counts rollouts, 1 or more")
-        if num_held_out < 0:
-            raise ValueError(f"improvement_monitor.num_held_out is {num_held_out}; it counts prompts, 0 or more")
-        if not (0 <= clip_low <= 1 and clip_high >= 0):
-            raise ValueError(f"improvement_monitor.clip_low is {clip_low} and clip_high {clip_high}: no band around 1")
-        if not eps > 0:
-            raise ValueError(f"improvement_monitor.eps is {eps}; it must be above 0, or s could be 0")
-        self.every = int(every)
-        self.num_held_out = int(num_held_out)
+        check_range("improvement_monitor.every", every, at_least=1)
+        check_range("improvement_monitor.num_held_out", num_held_out, at_least=0)
+        check_range("improvement_monitor.clip_low", clip_low, at_least=0, at_most=1)
+        check_range("improvement_monitor.clip_high", clip_high, at_least=0)
+        check_range("improvement_monitor.eps", eps, above=0, reason="otherwise s could be 0")
+        self.every = every
+        self.num_held_out = num_held_out
         self.terms = ImprovementMetrics(eps)
         self.divergence = OffPolicyMetrics(clip_low, clip_high)
         self.calibration = CalibrationMetrics()
         self.lags = LagHistogram()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._begun = -1  # the last rollout whose first pass has begun
-        self._proximal: Tensor | None = None  # [B] log π_k/α of its completions, where it is measured
-        self._held_out: RolloutBatch | None = None  # what the engine's weights make of held-out prompts
-        self._version: int | None = None  # which sync brought these weights
+    def _reset(self) -> None:
+        self._started = -1  # the last rollout whose first step has started
+        self._proximal: Tensor | None = None  # [B] log π_k/α of its completions, if it is measured
+        self._held_out: RolloutBatch | None = None  # completions of held-out prompts by the engine's weights
+        self._version: int | None = None  # version of these weights
         self._seconds = 0.0
         self.lags.reset()
 
-    # When
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._forget()
+            self._reset()
             for metric in (self.terms, self.divergence, self.calibration, self.lags):
                 metric.to(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._finish(trainer)  # where an interrupt came behind a rollout's last step
+        self._finish(trainer)  # the run may have been interrupted after a rollout's last step
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         rollout, reuse = rollout_owner(trainer).rollout, rollout_owner(trainer).reuse
-        if rollout is None or rollout.rollout == self._begun or trainer.global_step != rollout.rollout * reuse:
+        if rollout is None or rollout.rollout == self._started or trainer.global_step != rollout.rollout * reuse:
             return
         start = time.perf_counter()
         if self.num_held_out:
@@ -93,7 +91,7 @@ class ImprovementMonitor(RolloutCallback):
         trained = rollout.loss_mask.any(1)
         lag = trainer.global_step - rollout.behaviour_step[trained]
         self.lags.update((lag[:, None] + torch.arange(reuse)).flatten())
-        self._begun, self._seconds = rollout.rollout, time.perf_counter() - start
+        self._started, self._seconds = rollout.rollout, time.perf_counter() - start
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -101,12 +99,10 @@ class ImprovementMonitor(RolloutCallback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._finish(trainer)
 
-    # What
-
     def _finish(self, trainer: L.Trainer) -> None:
-        """After a measured rollout's last step: its terms, under the policy as it is now."""
+        """Log the terms of a measured rollout under the current policy, if its last step is done."""
         rollout, reuse = rollout_owner(trainer).rollout, rollout_owner(trainer).reuse
-        if self._proximal is None or rollout is None or rollout.rollout != self._begun:
+        if self._proximal is None or rollout is None or rollout.rollout != self._started:
             return
         if trainer.global_step != (rollout.rollout + 1) * reuse:
             return
@@ -121,19 +117,19 @@ class ImprovementMonitor(RolloutCallback):
         self.divergence.update(
             log_ratio=log_ratio[known], mask=rollout.completion_mask[known], advantages=rollout.advantages[known]
         )
-        figures = self._compute(self.terms) | self._compute(self.divergence) | self._compute(self.lags)
-        if "gain" in figures and figures["zero_variance_fraction"] < 1 and "bound_2" not in figures:
+        metrics = self._compute(self.terms) | self._compute(self.divergence) | self._compute(self.lags)
+        if "gain" in metrics and metrics["zero_variance_fraction"] < 1 and "bound_2" not in metrics:
             rank_zero_warn(
-                "rewards outside [0, 1]: the improvement theorem says nothing of them, so no bound is logged"
+                "rewards outside [0, 1]: the improvement theorem does not apply to them, so no bound is logged"
             )
-        named = {f"monitor/{name}": value for name, value in figures.items()}
+        named = {f"monitor/{name}": value for name, value in metrics.items()}
         self._proximal, seconds = None, self._seconds + time.perf_counter() - start
-        log_figures(trainer, named | {"time/monitor": seconds}, trainer.global_step - 1)
+        log_metrics(trainer, named | {"time/monitor": seconds}, trainer.global_step - 1)
 
     def _calibrate(self, trainer: L.Trainer) -> None:
-        """Where the engine was just given the policy: what that was expected to bring, and what it brings."""
+        """After a sync, log the gain that was predicted for the new weights and the one they show."""
         data = rollout_owner(trainer)
-        if data.engine.version == self._version or data.engine.step != trainer.global_step:
+        if data.engine.state.version == self._version or data.engine.state.step != trainer.global_step:
             return
         start, old, new = time.perf_counter(), self._held_out, data.sample_held_out(self.num_held_out)
         if old is not None:
@@ -143,43 +139,38 @@ class ImprovementMonitor(RolloutCallback):
                 before=old.rewards[known].view(-1, size),
                 after=new.rewards[known].view(-1, size),
             )
-            figures = {f"calibration/{name}": value for name, value in self._compute(self.calibration).items()}
+            metrics = {f"calibration/{name}": value for name, value in self._compute(self.calibration).items()}
             seconds = time.perf_counter() - start
-            log_figures(trainer, figures | {"time/calibration": seconds}, trainer.global_step)
-        self._held_out, self._version = new, data.engine.version
+            log_metrics(trainer, metrics | {"time/calibration": seconds}, trainer.global_step)
+        self._held_out, self._version = new, data.engine.state.version
 
     @staticmethod
     def _compute(metric: Any) -> dict[str, float]:
-        """The figures over all ranks; then the metric starts anew."""
-        figures = {name: value.item() for name, value in metric.compute().items()}
+        """Return the values over all ranks, and reset the metric."""
+        values = {name: value.item() for name, value in metric.compute().items()}
         metric.reset()
-        return figures
+        return values
 
     @staticmethod
     def _completion_log_ratios(trainer: L.Trainer, batch: RolloutBatch) -> Tensor:
         return completion_log_ratio(log_ratios(trainer, batch), batch.completion_mask)
 
-    # Stop and go on
-
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        own = {
-            "begun": self._begun,
+        state = {
+            "started": self._started,
             "proximal": self._proximal,
             "held_out": self._held_out and self._held_out.state_dict(),
             "version": self._version,
             "lags": self.lags.counts.cpu(),
         }
-        ranks: list[Any] = [own] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(ranks, own)
-        checkpoint["improvement_monitor"] = ranks
+        checkpoint["improvement_monitor"] = gather_ranks(trainer, state)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         ranks = checkpoint.get("improvement_monitor", [])
-        if len(ranks) != trainer.world_size:  # written without a monitor: it begins with the next rollout
+        if len(ranks) != trainer.world_size:  # written without a monitor: start with the next rollout
             return
-        own = ranks[trainer.global_rank]
-        self._begun, self._proximal, self._version = own["begun"], own["proximal"], own["version"]
-        self._held_out = own["held_out"] and RolloutBatch.from_state_dict(own["held_out"])
-        self.lags.update(torch.zeros(0, dtype=torch.int64))  # else torchmetrics would call it unused
-        self.lags.counts = own["lags"].to(self.lags.device)
+        state = ranks[trainer.global_rank]
+        self._started, self._proximal, self._version = state["started"], state["proximal"], state["version"]
+        self._held_out = state["held_out"] and RolloutBatch.from_state_dict(state["held_out"])
+        self.lags.update(torch.zeros(0, dtype=torch.int64))  # torchmetrics warns about a metric without an update
+        self.lags.counts = state["lags"].to(self.lags.device)

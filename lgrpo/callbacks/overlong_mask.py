@@ -1,4 +1,4 @@
-"""Answers that were cut off are taken out."""
+"""Mask of completions that hit the length limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from lgrpo.types import RolloutBatch
 class OverlongMask(RolloutCallback):
     """Takes completions that hit the length limit out of the loss (DAPO's over-long filter).
 
-    What they would have come to is not known, so neither their reward nor their tokens teach. They still count among
-    their siblings: the advantages are known by then.
+    Their rewards still count in the advantages of their siblings, which are computed before.
     """
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:

@@ -1,4 +1,4 @@
-"""What the run is doing, in the terminal."""
+"""Progress of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from lgrpo.hooks import RolloutCallback, Stage, rollout_owner
 from lgrpo.types import RolloutBatch
 
 NARROW = 64
-"""Columns below which there is no room for a bar."""
+"""Width in columns below which there is no bar."""
 
 
 class RolloutProgress(RolloutCallback, ProgressBar):
     """Two live lines in a terminal: stage, rollouts done, time left; reward, lag, pass@1, tokens per second.
 
-    Elsewhere a plain line now and then. ``trainer.enable_progress_bar: false`` turns both off.
+    Without a terminal it prints plain lines. ``trainer.enable_progress_bar: false`` turns both off.
     """
 
     def __init__(self, lines: int = 10) -> None:
         """
         Args:
-            lines: Where the output is not a terminal: about how many lines a run prints; 0 for none.
+            lines: Approximate number of lines that a run prints without a terminal. 0 for none.
         """
         super().__init__()
         self.lines = lines
@@ -41,8 +41,8 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._live: Live | None = None
         self._redirected: list[tuple[logging.StreamHandler, Any]] = []
         self._stage = ""
-        self._figures: list[str] = []
-        self._begin(0, 0)
+        self._metrics: list[str] = []
+        self._reset(0, 0)
 
     def disable(self) -> None:
         self._enabled = False
@@ -51,7 +51,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._enabled = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begin(trainer.global_step, self._num_steps(trainer))
+        self._reset(trainer.global_step, self._num_steps(trainer))
         self._reuse = rollout_owner(trainer).reuse
         if self._enabled and trainer.is_global_zero and can_show(sys.stderr):
             self._open()
@@ -68,17 +68,17 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._step = trainer.global_step
-        self._figures = self._read(trainer, batch)
+        self._metrics = self._read(trainer, batch)
         if self._live is None and self._enabled and self.lines and trainer.is_global_zero:
             every = max(1, self._total // self.lines)
             if self._step % every == 0 or self._step == self._total:
                 seconds = time.perf_counter() - self._started
-                print(f"step {self._step}/{self._total}  {seconds:.0f} s  {'  '.join(self._figures)}", flush=True)
+                print(f"step {self._step}/{self._total}  {seconds:.0f} s  {'  '.join(self._metrics)}", flush=True)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._figures and "val/pass@1" in trainer.callback_metrics:
-            own = [figure for figure in self._figures if not figure.startswith("pass@1")]
-            self._figures = [*own[:2], f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}", *own[2:]]
+        if self._metrics and "val/pass@1" in trainer.callback_metrics:
+            own = [metric for metric in self._metrics if not metric.startswith("pass@1")]
+            self._metrics = [*own[:2], f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}", *own[2:]]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stage = "done"
@@ -91,44 +91,45 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._close()
 
-    # What is shown
+    # Content
 
-    def _begin(self, step: int, total: int) -> None:
+    def _reset(self, step: int, total: int) -> None:
         self._started = self._since = time.perf_counter()
         self._first = self._step = step
         self._total = total
         self._reuse = 1
         self._stage = "start"
-        self._figures = []
-        self._sampled: deque[tuple[float, int, float]] = deque(maxlen=20)  # when, which rollout, tokens up to it
+        self._metrics = []
+        self._sampled: deque[tuple[float, int, float]] = deque(maxlen=20)  # time, rollout, total tokens
 
     def _read(self, trainer: L.Trainer, batch: RolloutBatch) -> list[str]:
-        lags = batch.lag(trainer.global_step - 1)  # the step just made is counted already
+        lags = batch.lag(trainer.global_step - 1)  # global_step includes the current step already
         known = lags[~lags.isnan()]
         lag = f"lag {int(known.max())}" if len(known) else "recorded"
-        figures = [f"reward {batch.metrics['rollout/reward']:.3f}", lag]
+        metrics = [f"reward {batch.metrics['rollout/reward']:.3f}", lag]
         if "val/pass@1" in trainer.callback_metrics:
-            figures.append(f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}")
+            metrics.append(f"pass@1 {float(trainer.callback_metrics['val/pass@1']):.3f}")
         if not self._sampled or self._sampled[-1][1] != batch.rollout:
             before = self._sampled[-1][2] if self._sampled else 0.0
             self._sampled.append((time.perf_counter(), batch.rollout, before + batch.totals.all_tokens))
         if len(self._sampled) > 1:
             (start, _, none), (end, _, tokens) = self._sampled[0], self._sampled[-1]
-            figures.append(f"{(tokens - none) / max(end - start, 1e-9):,.0f} tokens/s")
-        return figures
+            metrics.append(f"{(tokens - none) / max(end - start, 1e-9):,.0f} tokens/s")
+        return metrics
 
-    def _left(self) -> str:
-        """By the mean time of the steps of this attempt, validations included."""
-        made = self._step - self._first
-        if not made:
+    def _time_left(self) -> str:
+        """Estimate it from the mean time of this process's steps, validations included."""
+        num_steps = self._step - self._first
+        if not num_steps:
             return ""
-        seconds = (time.perf_counter() - self._started) / made * (self._total - self._step)
+        seconds = (time.perf_counter() - self._started) / num_steps * (self._total - self._step)
         return f"{clock(seconds)} left" if self._step < self._total else clock(time.perf_counter() - self._started)
 
     def __rich__(self) -> RenderableType:
         wide = self._width() >= NARROW
-        took = time.perf_counter() - self._since
-        stage = f"{self._stage} {took:.0f} s" if took >= 2 and self._stage not in ("done", "stopped") else self._stage
+        seconds = time.perf_counter() - self._since
+        is_running = self._stage not in ("done", "stopped")
+        stage = f"{self._stage} {seconds:.0f} s" if seconds >= 2 and is_running else self._stage
         done, total = self._step // self._reuse, self._total // self._reuse
         top = Table.grid(padding=(0, 2, 0, 0), expand=wide)
         top.add_column(width=14 if wide else None, no_wrap=True)
@@ -137,17 +138,17 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         top.add_column(no_wrap=True, justify="right")
         top.add_column(no_wrap=True, justify="right")
         count = Text(f"{done}/{total} rollouts" if wide else f"{done}/{total}")
-        cells: list[RenderableType] = [Text(stage, style="bold"), count, Text(self._left(), style="dim")]
+        cells: list[RenderableType] = [Text(stage, style="bold"), count, Text(self._time_left(), style="dim")]
         if wide:
             cells.insert(1, Bar(total=max(self._total, 1), completed=self._step, complete_style="blue"))
         top.add_row(*cells)
-        whole = Table.grid()
-        whole.add_row(top)
-        figures = "  ".join(self._figures) or "the first rollout is on its way"
-        whole.add_row(Text(" " * 16 * wide + figures, style="dim", no_wrap=wide, overflow="ellipsis"))
-        return whole
+        lines = Table.grid()
+        lines.add_row(top)
+        metrics = "  ".join(self._metrics) or "waiting for the first rollout"
+        lines.add_row(Text(" " * 16 * wide + metrics, style="dim", no_wrap=wide, overflow="ellipsis"))
+        return lines
 
-    # The terminal
+    # Terminal
 
     def _open(self) -> None:
         before = self._stream = sys.stderr
@@ -155,14 +156,14 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._width()
         self._live = Live(self, console=self._console, refresh_per_second=2, redirect_stdout=sys.stdout.isatty())
         self._live.start(refresh=True)
-        for name in (None, "lightning.pytorch", "lightning.fabric", "lightning"):  # what is logged goes above the lines
+        for name in (None, "lightning.pytorch", "lightning.fabric", "lightning"):  # print log messages above the lines
             for handler in logging.getLogger(name).handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                     self._redirected.append((handler, before))
                     handler.setStream(sys.stderr)
 
     def _width(self) -> int:
-        """Of the terminal as it is now; some do not know their own."""
+        """Return the terminal's current width; some terminals report none."""
         columns = os.get_terminal_size(self._stream.fileno()).columns
         if columns:
             self._console.width = columns
@@ -185,12 +186,12 @@ class RolloutProgress(RolloutCallback, ProgressBar):
 
 
 def can_show(stream: Any) -> bool:
-    """Whether lines can be drawn over: a terminal that knows how to."""
+    """Return whether a stream is a terminal that supports live lines."""
     return bool(stream.isatty()) and os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Return a duration in hours, minutes and seconds.
 
     >>> clock(5), clock(125), clock(7384)
     ('0:05', '2:05', '2:03:04')

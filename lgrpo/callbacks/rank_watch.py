@@ -1,4 +1,4 @@
-"""Ranks that look after each other."""
+"""Detection of failed ranks by the others."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lgrpo.hooks import rollout_owner
 
 _PERIOD = 1.0
-"""Seconds between two looks, where the system does not tell of itself."""
-_PATIENCE = 10.0
-"""Seconds the engine has to close."""
+"""Seconds between two checks whether the watch should end."""
+_CLOSE_TIMEOUT = 10.0
+"""Seconds to wait for the engine to close."""
 
 
 class RankWatch(L.Callback):
-    """When a rank dies, every other rank on its machine ends within seconds, and says which one it was.
+    """Ends every rank on a machine within seconds after one of them fails, and reports which one.
 
-    Left alone, a rank may wait for a dead one until the process group's timeout (``timeout`` of the strategy), which
-    also is the limit for ranks on other machines; and those that Lightning started go on without the first.
+    Without it a rank may wait for a failed one until the process group's timeout (``timeout`` of the strategy), which
+    also limits ranks on other machines, and ranks that Lightning started would survive the first. A thread watches from
+    ``setup`` to ``on_fit_end`` or ``on_exception``.
     """
 
     def __init__(self) -> None:
-        self._peers: dict[int, int] = {}  # rank → process, of those on this machine
-        self._files: dict[int, int] = {}  # open file of a process → its rank
+        self._peers: dict[int, int] = {}  # process ids of the other ranks on this machine, by rank
+        self._files: dict[int, int] = {}  # ranks by the pidfd of their process
         self._trainer: L.Trainer | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -44,37 +45,39 @@ class RankWatch(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit" or trainer.world_size == 1 or not self._over.is_set():
             return
-        places: list[tuple[str, int]] = [("", 0)] * trainer.world_size
-        dist.all_gather_object(places, (_machine(), os.getpid()))
-        here = places[trainer.global_rank][0]
+        processes: list[tuple[str, int]] = [("", 0)] * trainer.world_size
+        dist.all_gather_object(processes, (_machine(), os.getpid()))
+        here = processes[trainer.global_rank][0]
         self._peers = {
-            rank: pid for rank, (where, pid) in enumerate(places) if where == here and rank != trainer.global_rank
+            rank: pid
+            for rank, (machine, pid) in enumerate(processes)
+            if machine == here and rank != trainer.global_rank
         }
         self._files = {}
-        with contextlib.suppress(AttributeError, OSError):  # not every system tells of a process's end
+        with contextlib.suppress(AttributeError, OSError):  # not every system has pidfds
             self._files = {os.pidfd_open(pid): rank for rank, pid in self._peers.items()}
         self._trainer, self._over = trainer, threading.Event()
         for thread in threading.enumerate():
-            if isinstance(thread, _ChildProcessObserver):  # it kills without a word, and before servers are closed
+            if isinstance(thread, _ChildProcessObserver):  # it would kill without a message, before servers are closed
                 thread._run = lambda: False  # type: ignore[method-assign]
-        given = (self._files, self._over)  # its own: when it looks up, the next fit may have begun
-        threading.Thread(target=self._watch, args=given, name="rank-watch", daemon=True).start()
+        arguments = (self._files, self._over)  # a later fit replaces both while this thread may still run
+        threading.Thread(target=self._watch, args=arguments, name="rank-watch", daemon=True).start()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._over.is_set():
-            trainer.strategy.barrier()  # who comes this far may end
+            trainer.strategy.barrier()  # a rank may exit only after all have finished
             self._stop(self._over)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """What went wrong here may follow from the end of another rank: then that is said last."""
+        """Report a failed rank as the last message, if the exception may be its consequence."""
         if self._over.is_set():
             return
-        dead = None if isinstance(exception, KeyboardInterrupt) else self._dead(self._files, 2.0)
-        if self._stop(self._over) and dead is not None:
-            atexit.register(print, f"lgrpo: {self._obituary(dead)}", file=sys.stderr)
+        failed = None if isinstance(exception, KeyboardInterrupt) else self._failed_rank(self._files, 2.0)
+        if self._stop(self._over) and failed is not None:
+            atexit.register(print, f"lgrpo: {self._exit_message(failed)}", file=sys.stderr)
 
     def _stop(self, over: threading.Event) -> bool:
-        """Ends a watch. Whether it was still going on."""
+        """End a watch; return whether it was still active."""
         with self._lock:
             was_over = over.is_set()
             over.set()
@@ -85,27 +88,26 @@ class RankWatch(L.Callback):
 
     def _watch(self, files: dict[int, int], over: threading.Event) -> None:
         try:
-            while (dead := self._dead(files, _PERIOD)) is None:
+            while (failed := self._failed_rank(files, _PERIOD)) is None:
                 if over.is_set():
                     return
             if not self._stop(over):
                 return
             assert self._trainer is not None
-            if self._trainer.global_rank <= min(
-                self._peers.keys() - {dead}, default=self._trainer.global_rank
-            ):  # one says it for all
-                print(f"lgrpo: {self._obituary(dead)}", file=sys.stderr, flush=True)
+            lowest_peer = min(self._peers.keys() - {failed}, default=self._trainer.global_rank)
+            if self._trainer.global_rank <= lowest_peer:  # one rank reports for all
+                print(f"lgrpo: {self._exit_message(failed)}", file=sys.stderr, flush=True)
             closing = threading.Thread(target=rollout_owner(self._trainer).engine.close, daemon=True)
             closing.start()
-            closing.join(_PATIENCE)
+            closing.join(_CLOSE_TIMEOUT)
             sys.stdout.flush()
-            os._exit(1)  # the main thread may wait for the dead one, where no exception reaches it
+            os._exit(1)  # the main thread may be blocked in a collective, which no exception interrupts
         finally:
             for file in files:
                 os.close(file)
 
-    def _dead(self, files: dict[int, int], seconds: float) -> int | None:
-        """A rank that has ended, waited for so long."""
+    def _failed_rank(self, files: dict[int, int], seconds: float) -> int | None:
+        """Wait for a rank to end, at most ``seconds``; return it or None."""
         if files:
             poll = select.poll()
             for file in files:
@@ -113,21 +115,21 @@ class RankWatch(L.Callback):
             ended = [files[file] for file, _ in poll.poll(seconds * 1000)]
         else:
             deadline = time.monotonic() + seconds
-            while not (ended := [rank for rank, pid in self._peers.items() if not _lives(pid)]):
+            while not (ended := [rank for rank, pid in self._peers.items() if not _is_alive(pid)]):
                 if time.monotonic() >= deadline:
                     break
                 time.sleep(0.2)
         return min(ended, default=None)
 
-    def _obituary(self, rank: int) -> str:
+    def _exit_message(self, rank: int) -> str:
         return (
-            f"rank {rank} (process {self._peers[rank]} on {socket.gethostname()}) {self._fate(rank)}. Without it the "
-            "others cannot go on, so all ranks stop. To go on from the last checkpoint, give the same command with "
-            "--run FOLDER --ckpt_path last"
+            f"rank {rank} (process {self._peers[rank]} on {socket.gethostname()}) {self._exit_status(rank)}. The other "
+            "ranks cannot continue without it, so all stop. To resume from the last checkpoint, use the same command "
+            "with --run FOLDER --ckpt_path last"
         )
 
-    def _fate(self, rank: int) -> str:
-        """How it ended, as far as this process can know: the system tells who started it."""
+    def _exit_status(self, rank: int) -> str:
+        """Return how a rank ended; only the process that started it can find out more than that it did."""
         launcher = None if self._trainer is None else self._trainer.strategy.launcher
         if not isinstance(launcher, _SubprocessScriptLauncher):
             return "has ended"
@@ -143,12 +145,12 @@ class RankWatch(L.Callback):
 
 
 def _machine() -> str:
-    """The same for processes that can see each other."""
-    space = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {os.readlink(space) if space.exists() else ''}"
+    """Return a name that is equal for processes that can see each other's process ids."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

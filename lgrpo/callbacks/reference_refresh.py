@@ -1,31 +1,30 @@
-"""policy → reference."""
+"""Refresh of the reference from the policy."""
 
 from __future__ import annotations
 
 import lightning as L
-from jsonargparse.typing import PositiveInt
 
+from lgrpo.checks import check_range
 from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
 
 
 class ReferenceRefresh(RolloutCallback):
-    """Moves the reference to the policy at the start of each stage, or every so many rollouts."""
+    """Refreshes the reference at the start of each stage, or every ``period`` rollouts."""
 
-    def __init__(self, period: PositiveInt | None = None, decay: float = 0.0) -> None:
+    def __init__(self, period: int | None = None, decay: float = 0.0) -> None:
         """
         Args:
-            period: In rollouts; by default once per stage, that is per Lightning epoch.
-            decay: How much of the old reference stays: 0 copies the policy, 0.99 is a slow moving average.
+            period: Number of rollouts between two refreshes. By default one stage, that is one Lightning epoch.
+            decay: Weight of the old reference: 0 copies the policy, 0.99 is a slow moving average.
         """
-        if period is not None and period < 1:
-            raise ValueError(f"reference_refresh.period is {period}; it counts rollouts, 1 or more")
-        if not 0 <= decay < 1:
-            raise ValueError(f"reference_refresh.decay is {decay}; it is a share from 0 up to, not including, 1")
-        self.period = None if period is None else int(period)
+        if period is not None:
+            check_range("reference_refresh.period", period, at_least=1, reason="it is a number of rollouts")
+        check_range("reference_refresh.decay", decay, at_least=0, below=1)
+        self.period = period
         self.decay = decay
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and not policy_owner(trainer).needs_reference:
+        if stage == "fit" and not policy_owner(trainer).loss.needs_reference:
             raise ValueError(
                 "ReferenceRefresh has no reference to refresh: kl_coef is 0, so none is kept (or the loss has no "
                 "ReferenceKL). Give the loss a KL term, or leave the callback out (reference_refresh: null)"
@@ -38,6 +37,6 @@ class ReferenceRefresh(RolloutCallback):
 
     @staticmethod
     def _stage_length(trainer: L.Trainer) -> int:
-        """Rollouts in an epoch as Lightning runs it, ``limit_train_batches`` included."""
+        """Return the number of rollouts in an epoch, after ``limit_train_batches``."""
         batches = trainer.accumulate_grad_batches * rollout_owner(trainer).reuse
         return max(1, int(trainer.num_training_batches) // batches)

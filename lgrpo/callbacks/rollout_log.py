@@ -1,4 +1,4 @@
-"""A table of completions people can read."""
+"""A readable table of completions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lgrpo.callbacks.lines import append_lines
+from lgrpo.callbacks.jsonl import append_lines
+from lgrpo.checks import check_range
 from lgrpo.hooks import RolloutCallback, Stage, policy_owner, rollout_owner
-from lgrpo.loggers import attempt
+from lgrpo.run.loggers import attempt
 from lgrpo.types import RolloutBatch
 
 COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version")
@@ -20,12 +20,14 @@ COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "li
 class RolloutLog(RolloutCallback):
     """Writes some groups of every n-th rollout to ``completions.jsonl`` in the run folder, and to the logger."""
 
-    def __init__(self, every: PositiveInt = 10, num_groups: PositiveInt = 1) -> None:
+    def __init__(self, every: int = 10, num_groups: int = 1) -> None:
         """
         Args:
-            every: Which rollouts: 0, every, 2 · every, …
-            num_groups: Groups of each, all siblings of a group.
+            every: Period in rollouts: 0, every, 2 · every, … are written.
+            num_groups: Number of groups of each rollout, with all their siblings.
         """
+        check_range("RolloutLog.every", every, at_least=1)
+        check_range("RolloutLog.num_groups", num_groups, at_least=1)
         self.every = every
         self.num_groups = num_groups
         self._batch: RolloutBatch | None = None
@@ -35,7 +37,7 @@ class RolloutLog(RolloutCallback):
             self._batch = batch
 
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
-        """Writes before the update, when every callback has had its say on the mask."""
+        """Write before the update, when all callbacks have changed the mask."""
         if stage != "update" or self._batch is None:
             return
         batch, self._batch = self._batch, None
@@ -49,7 +51,7 @@ class RolloutLog(RolloutCallback):
         tokenizer = data.tokenizer
         sampled = batch.completion_mask[i]
         behaviour_step = None if bool(batch.is_recorded[i]) else int(batch.behaviour_step[i])
-        versions: dict[int | None, int] = {record.step: record.version for record in data.engine.ledger}
+        versions: dict[int | None, int] = {record.step: record.version for record in data.engine.state.ledger}
         values = (
             batch.rollout,
             trainer.global_step,
@@ -66,11 +68,11 @@ class RolloutLog(RolloutCallback):
 
 
 def _count(trainer: L.Trainer) -> None:
-    policy_owner(trainer).note("fault/logger_writes", 1.0)
+    policy_owner(trainer).add_metric("fault/logger_writes", 1.0)
 
 
 def _log_table(logger: Logger, table: list[dict[str, Any]], step: int) -> None:
-    """Into loggers that can show a table; the file has it in any case."""
+    """Write a table to a logger that can show one."""
     if isinstance(logger, TensorBoardLogger):
         lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
         lines += [" | ".join(str(row[c]).replace("|", "\\|").replace("\n", " ") for c in COLUMNS) for row in table]

@@ -1,24 +1,23 @@
-"""When a run is validated, counted in rollouts."""
+"""Validation every n rollouts."""
 
 from __future__ import annotations
 
 import lightning as L
-from jsonargparse.typing import PositiveInt
 
+from lgrpo.checks import check_range
 from lgrpo.hooks import rollout_owner
 
 
 class ValidateEvery(L.Callback):
-    """Validates after every n rollouts, over the bounds of stages; not at the end of a stage any more."""
+    """Validates after every n rollouts, counted across stages, instead of at the end of each stage."""
 
-    def __init__(self, rollouts: PositiveInt) -> None:
+    def __init__(self, rollouts: int) -> None:
         """
         Args:
-            rollouts: n.
+            rollouts: Number of rollouts between two validations.
         """
-        if rollouts < 1:
-            raise ValueError(f"validate_every.rollouts is {rollouts}; it counts rollouts, 1 or more")
-        self.rollouts = int(rollouts)
+        check_range("validate_every.rollouts", rollouts, at_least=1)
+        self.rollouts = rollouts
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":

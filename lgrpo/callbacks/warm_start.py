@@ -1,4 +1,4 @@
-"""A short supervised phase before the first rollout, for a model that cannot do the task at all yet."""
+"""A short supervised phase before the first rollout, for a model that cannot solve the task yet."""
 
 from __future__ import annotations
 
@@ -6,41 +6,40 @@ from typing import cast
 
 import lightning as L
 import torch
-from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.utils.rnn import pad_sequence
 
+from lgrpo.checks import check_range
 from lgrpo.hooks import policy_owner
 from lgrpo.policy import CausalPolicy
 from lgrpo.types import Prompt
 
 
 class SupervisedWarmStart(L.Callback):
-    """Trains the policy on the ``solution`` field of the training rows, then takes it as the reference too.
+    """Trains the policy on the ``solution`` field of the training rows, then refreshes the reference.
 
-    Group-relative methods learn from differences between siblings: a model that is always wrong has none. Does nothing
-    when a run is resumed.
+    Group-relative methods learn from differences between siblings, and a model that is always wrong has none. Does
+    nothing when a run is resumed.
     """
 
     def __init__(
         self,
-        num_steps: PositiveInt = 50,
-        batch_size: PositiveInt = 128,
-        learning_rate: PositiveFloat = 3e-3,
+        num_steps: int = 50,
+        batch_size: int = 128,
+        learning_rate: float = 3e-3,
         seed: int | None = None,
     ) -> None:
         """
         Args:
-            num_steps: Optimizer steps.
-            batch_size: Solutions in each.
-            learning_rate: Of AdamW.
-            seed: Chooses the rows; by default the data module's.
+            num_steps: Number of optimizer steps.
+            batch_size: Number of solutions in each step.
+            learning_rate: Learning rate of AdamW.
+            seed: Seed of the choice of rows. By default the data module's.
         """
-        if num_steps < 1 or batch_size < 1:
-            raise ValueError(
-                f"SupervisedWarmStart has num_steps {num_steps} and batch_size {batch_size}; each is 1 or more. "
-                "Leave the callback out for a run without a warm start"
-            )
+        reason = "leave the callback out for a run without a warm start"
+        check_range("SupervisedWarmStart.num_steps", num_steps, at_least=1, reason=reason)
+        check_range("SupervisedWarmStart.batch_size", batch_size, at_least=1)
+        check_range("SupervisedWarmStart.learning_rate", learning_rate, above=0)
         self.num_steps = num_steps
         self.batch_size = batch_size
         self.learning_rate = learning_rate
@@ -61,12 +60,12 @@ class SupervisedWarmStart(L.Callback):
             loss.backward()
             optimizer.step()
         optimizer.zero_grad()
-        if policy_owner(trainer).needs_reference:
+        if policy_owner(trainer).loss.needs_reference:
             policy_owner(trainer).refresh_reference()
         rank_zero_info(f"Warm start: {self.num_steps} supervised steps, last loss {loss.item():.3f} per token.")
 
     def _batch(self, trainer: L.Trainer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [B, T] and the mask of the solutions in them."""
+        """Return tokens [B, T] and the mask of the solutions in them."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         prompts = data.train_prompts
         seed = data.seed if self.seed is None else self.seed

@@ -1,4 +1,4 @@
-"""policy → engine, every v rollouts."""
+"""Sync of the policy's weights to the engine, every v rollouts."""
 
 from __future__ import annotations
 
@@ -6,36 +6,40 @@ from abc import ABC, abstractmethod
 from typing import Any, final
 
 import lightning as L
-from jsonargparse.typing import PositiveInt
 
-from lgrpo.callbacks.lines import append_lines
+from lgrpo.callbacks.jsonl import append_lines
+from lgrpo.checks import check_range
+from lgrpo.functional.sync_cycle import is_sync_due, num_rollouts_in_cycle
 from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
-from lgrpo.settings import Settings
+from lgrpo.run.resume import ResumeSettings
 
 
 class EngineSync(RolloutCallback, ABC):
-    """Hands the engine the policy before the rollouts a subclass chooses, and keeps the ledger in ``syncs.jsonl``."""
+    """Loads the policy into the engine before the rollouts that a subclass chooses, and logs it to ``syncs.jsonl``.
+
+    For each rollout k, ``on_rollout_start`` calls ``is_due`` once and, if it syncs, ``num_rollouts`` and ``reason``.
+    """
 
     order = 0
 
     @abstractmethod
     def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
-        """Whether the engine gets the policy before rollout k. Asked once for each rollout; the same on all ranks."""
+        """Return whether to sync before rollout k; the same on all ranks."""
 
     def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int | None:
-        """How many rollouts will be sampled from weights that are handed over before rollout k, where it is known."""
+        """Return how many rollouts will be sampled with the weights of a sync before rollout k; None if unknown."""
         return None
 
     def reason(self) -> dict[str, Any]:
-        """What the ledger's line says beside the sync itself: why it came."""
+        """Return why the last sync was due, for its line in ``syncs.jsonl``."""
         return {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         others = [c for c in trainer.callbacks if isinstance(c, EngineSync)]  # type: ignore[attr-defined]
         if len(others) > 1:
             raise ValueError(
-                f"the Trainer has {len(others)} callbacks that sync the engine ({', '.join(map(str, others))}): it can "
-                "follow only one"
+                f"the Trainer has {len(others)} callbacks that sync the engine ({', '.join(map(str, others))}): keep "
+                "one of them"
             )
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
@@ -44,13 +48,13 @@ class EngineSync(RolloutCallback, ABC):
         before = self.state_dict()
         if not self.is_due(trainer, rollout):
             is_sampled = any(batch.rollout == rollout for batch in data.sampled())
-            if is_sampled or not (engine.spent or engine.step is None):
-                return  # else there are no weights to sample from: a resumed run has another period
+            if is_sampled or not (engine.state.exhausted or engine.state.step is None):
+                return  # otherwise the engine has no weights for it, because the run was resumed with another period
         weights = policy_owner(trainer).policy_weights()
         try:
             record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
         except BaseException:
-            self.load_state_dict(before)  # in a checkpoint written now, this sync is still to come
+            self.load_state_dict(before)  # a checkpoint written now must repeat this sync
             raise
         if trainer.is_global_zero:
             append_lines(trainer, "syncs.jsonl", [record.as_dict() | {"rollout": rollout} | self.reason()], "version")
@@ -58,33 +62,29 @@ class EngineSync(RolloutCallback, ABC):
 
 @final
 class WeightSync(EngineSync):
-    """Hands the engine the policy before rollouts 0, v, 2v, …: the behaviour policy is then 0 to v - 1 rollouts old.
+    """Loads the policy into the engine before rollouts 0, v, 2v, …, so the lag is 0 to v - 1 rollouts.
 
-    With a lead of o rollouts (``data.lead``), before rollouts 0, o, o + v, o + 2v, …: by then 0, 0, v, 2v, … rollouts
-    are trained on. It keeps no state: the rollout's index is its clock.
+    With a lead of o rollouts (``data.lead``) it syncs before rollouts 0, o, o + v, o + 2v, …, when 0, 0, v, 2v, …
+    rollouts have been trained on. It has no state: the rollout's index decides.
     """
 
-    def __init__(self, period: PositiveInt | None = 1) -> None:
+    def __init__(self, period: int | None = 1) -> None:
         """
         Args:
             period: v, in rollouts. 1 is on-policy; null never syncs after the first time (offline).
         """
-        if period is not None and period < 1:
-            raise ValueError(f"weight_sync.period is {period}; it counts rollouts, 1 or more")
-        self.period = None if period is None else int(period)
+        if period is not None:
+            check_range("weight_sync.period", period, at_least=1, reason="it is a number of rollouts")
+        self.period = period
 
     def __str__(self) -> str:
         return f"WeightSync(period={self.period})"
 
     def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
-        since = rollout - rollout_owner(trainer).lead  # rollouts trained on by now
-        return rollout == 0 or (self.period is not None and since >= 0 and since % self.period == 0)
+        return is_sync_due(rollout, self.period, rollout_owner(trainer).lead)
 
     def num_rollouts(self, trainer: L.Trainer, rollout: int) -> int | None:
-        lead = rollout_owner(trainer).lead
-        if self.period is None:
-            return None
-        return lead if rollout < lead else self.period - (rollout - lead) % self.period
+        return num_rollouts_in_cycle(rollout, self.period, rollout_owner(trainer).lead)
 
-    def resume_settings(self) -> Settings:
+    def resume_settings(self) -> ResumeSettings:
         return {"weight_sync": {"class": type(self).__name__, "period": self.period}}

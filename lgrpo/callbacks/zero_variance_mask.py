@@ -1,9 +1,10 @@
-"""Groups that teach nothing are taken out."""
+"""Mask of groups without reward variance."""
 
 from __future__ import annotations
 
 import lightning as L
 
+from lgrpo.checks import check_range
 from lgrpo.functional import has_reward_variance
 from lgrpo.hooks import RolloutCallback
 from lgrpo.types import RolloutBatch
@@ -12,18 +13,17 @@ from lgrpo.types import RolloutBatch
 class ZeroVarianceMask(RolloutCallback):
     """Takes groups whose G rewards are all equal out of the loss, KL term included (Mroueh et al., equation 8).
 
-    A centred advantage is 0 there, but without the mask a KL term, or any other regulariser, would go on pulling on
-    them: leave the mask out where that is wanted (AsymRE, OPMD). Whether their tokens still
-    count in the denominator is the loss's aggregation's choice: ``over: all`` or ``over: live``.
+    Their centred advantage is 0, but without the mask a KL term or another regulariser would still act on them; leave
+    the mask out for methods that need this (AsymRE, OPMD). The loss's aggregation decides whether their tokens count in
+    the denominator: ``over: all`` or ``over: live``.
     """
 
     def __init__(self, tolerance: float = 1e-6) -> None:
         """
         Args:
-            tolerance: Rewards that differ by no more than this are equal.
+            tolerance: Largest difference between rewards that count as equal.
         """
-        if tolerance < 0:
-            raise ValueError(f"zero_variance_mask.tolerance is {tolerance}; it cannot be negative")
+        check_range("zero_variance_mask.tolerance", tolerance, at_least=0)
         self.tolerance = tolerance
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:

@@ -1,11 +1,11 @@
-"""Everything before the gradient: prompts, rollouts, and the data module that makes them."""
+"""Everything before the gradient: prompts, sampling, scoring, preparation, and the data module that connects them."""
 
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.collate import collate_rollout
 from lgrpo.data.datamodule import RolloutDataModule
+from lgrpo.data.difficulty import DifficultySampling
 from lgrpo.data.evaluation import Benchmark, Evaluation
-from lgrpo.data.prompts import DifficultySampling, PromptSet
-from lgrpo.data.rescore import rescore
+from lgrpo.data.prompts import PromptSet
 from lgrpo.data.sampler import DynamicSampling
 from lgrpo.data.schedule import RolloutSchedule
 
@@ -20,5 +20,4 @@ __all__ = [
     "RolloutDataModule",
     "RolloutSchedule",
     "collate_rollout",
-    "rescore",
 ]

@@ -1,63 +1,86 @@
-"""What Lightning iterates over: the rollout being trained on, and the samples being validated.
+"""The loaders Lightning iterates over: micro-batches of the current rollout, and evaluation batches.
 
-Both are sized. From an unsized loader Lightning fetches one batch ahead, which would make v = 1 off-policy.
+Both have a length. From a loader without one Lightning fetches a batch ahead, which would make v = 1 off-policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 
+from lgrpo.data.late import LateGroups
+from lgrpo.data.prepare import RolloutPreparation
+from lgrpo.data.schedule import RolloutSchedule
+from lgrpo.hooks import call_stage
 from lgrpo.types import EvaluationBatch, RolloutBatch
 
 
-class RolloutSource(Protocol):
-    """What the buffer asks of its data module."""
-
-    trainer: L.Trainer | None
-    reuse: int
-
-    def rollouts_per_epoch(self) -> int:
-        """Rollouts in a stage."""
-        ...
-
-    def micro_batches(self, rollout: int) -> list[RolloutBatch]:
-        """The micro-batches of rollout k, sampled when first asked for."""
-        ...
-
-
 class RolloutBuffer:
-    """The rollout being trained on, pass after pass, micro-batch after micro-batch.
+    """The current rollout, pass after pass, micro-batch after micro-batch.
 
-    It has no cursor of its own: rollout, pass and micro-batch follow from counters the Trainer already keeps and
-    restores, so a resumed run cannot disagree with them.
+    Rollout, pass and micro-batch follow from counters that the Trainer keeps and restores, so a resumed run cannot
+    disagree with them. A rollout is prepared when its first micro-batch is requested.
     """
 
-    def __init__(self, source: RolloutSource) -> None:
-        self.source = source
+    def __init__(
+        self, trainer: L.Trainer, schedule: RolloutSchedule, prepare: RolloutPreparation, rollouts_per_epoch: int
+    ) -> None:
+        self.rollout: RolloutBatch | None = None
+        """Current rollout; None before the first."""
+        self._trainer = trainer
+        self._schedule = schedule
+        self._prepare = prepare
+        self._rollouts_per_epoch = rollouts_per_epoch
+        self._late = LateGroups()
+        self._micro_batches: list[RolloutBatch] = []
 
     def __len__(self) -> int:
-        trainer = _trainer(self.source)
-        return self.source.rollouts_per_epoch() * self.source.reuse * trainer.accumulate_grad_batches
+        return self._rollouts_per_epoch * self._schedule.reuse * self._trainer.accumulate_grad_batches
 
     def __iter__(self) -> Iterator[RolloutBatch]:
-        trainer = _trainer(self.source)
-        for index in range(trainer.fit_loop.batch_idx + 1, len(self)):
-            micro_batches = self.source.micro_batches(trainer.global_step // self.source.reuse)
-            yield micro_batches[index % trainer.accumulate_grad_batches]
+        for index in range(self._trainer.fit_loop.batch_idx + 1, len(self)):
+            self._advance_to(self._trainer.global_step // self._schedule.reuse)
+            yield self._micro_batches[index % self._trainer.accumulate_grad_batches]
+
+    def _advance_to(self, rollout: int) -> None:
+        """Make rollout k the current one, including its hooks, unless it already is."""
+        if self.rollout is None or self.rollout.rollout != rollout:
+            self._hold(*self._prepare(rollout, self._late))  # after all steps: a checkpoint never has half a rollout
+            call_stage(self._trainer, "update")
+            self._schedule.release(self._trainer, rollout)
+
+    def _hold(self, batch: RolloutBatch, late: LateGroups) -> None:
+        self.rollout, self._late = batch, late
+        self._micro_batches = batch.split(self._trainer.accumulate_grad_batches)
+
+    def rollout_state(self) -> dict[str, Any]:
+        """Return this rank's current rollout and late groups, for the data module's checkpoint."""
+        return {
+            "rollout": self.rollout and self.rollout.state_dict(),
+            "late": [group.state_dict() for group in self._late.waiting],
+        }
+
+    def restore_rollout(self, state: dict[str, Any]) -> None:
+        """Restore what ``rollout_state`` returned."""
+        if state["rollout"] is not None:
+            late = LateGroups(waiting=[RolloutBatch.from_state_dict(group) for group in state["late"]])
+            self._hold(RolloutBatch.from_state_dict(state["rollout"]), late)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the state is the data module's. That the method exists tells Lightning this loader can resume."""
+        """Return nothing: the data module saves the state of every rank.
+
+        Lightning takes the method as the sign that this loader can resume within an epoch.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """Do nothing; see ``state_dict``."""
 
 
 class EvaluationBuffer:
-    """A batch for each task: all samples of this rank's problems, drawn when they are asked for."""
+    """One batch for each task: all samples of this rank's problems, drawn when the batch is requested."""
 
     def __init__(self, sample: Callable[[int], EvaluationBatch], num_tasks: int) -> None:
         self.sample = sample
@@ -69,9 +92,3 @@ class EvaluationBuffer:
     def __iter__(self) -> Iterator[EvaluationBatch]:
         for index in range(self.num_tasks):
             yield self.sample(index)
-
-
-def _trainer(source: RolloutSource) -> L.Trainer:
-    if source.trainer is None:
-        raise RuntimeError("a RolloutBuffer is driven by a Trainer: call trainer.fit(module, datamodule=…)")
-    return source.trainer

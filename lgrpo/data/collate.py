@@ -1,4 +1,4 @@
-"""From prompts and their scored completions to one RolloutBatch."""
+"""Prompts and their scored completions to a RolloutBatch, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase
 
+from lgrpo.engines import Sampling, text_before_stop
 from lgrpo.rewards import FailedScore, NotYet, Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
 
@@ -27,9 +29,9 @@ def collate_rollout(
     max_tokens: int,
     rollout: int,
 ) -> RolloutBatch:
-    """Rows of prompt, completion, padding. ``prompts[i]`` belongs to ``completions[i]``; siblings side by side.
+    """Return rows of prompt, completion, padding. ``prompts[i]`` belongs to ``completions[i]``; siblings are adjacent.
 
-    A score that is not there yet is NaN. The advantages are 0: they are known once all ranks' scores are.
+    Scores that are not known yet become NaN. Advantages are 0: they depend on the scores of all ranks.
     """
     starts = torch.tensor([len(p.token_ids) for p in prompts])
     lengths = torch.tensor([len(c.token_ids) for c in completions])
@@ -38,8 +40,8 @@ def collate_rollout(
     logprobs = np.zeros((size, width), dtype=np.float32)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         start, end = len(prompt.token_ids), len(prompt.token_ids) + len(completion.token_ids)
-        tokens[i, :end] = array("q", prompt.token_ids + completion.token_ids)  # torch reads lists slowly
-        logprobs[i, start:end] = array("f", completion.logprobs)  # refuses what is not a number
+        tokens[i, :end] = array("q", prompt.token_ids + completion.token_ids)  # faster than torch.tensor of a list
+        logprobs[i, start:end] = array("f", completion.logprobs)  # raises TypeError for None
     column = torch.arange(width)
     attention_mask = column < (starts + lengths)[:, None]
     completion_mask = attention_mask & (column >= starts[:, None])
@@ -64,22 +66,42 @@ def collate_rollout(
 
 
 def as_rewards(scores: Sequence[Score]) -> Tensor:
-    """Scores as a tensor, float32; NaN where a score is not there yet."""
+    """Return scores as a float32 tensor; NaN for scores that are not known yet."""
     return torch.tensor([torch.nan if isinstance(score, NotYet) else score for score in scores], dtype=torch.float32)
 
 
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Several batches as one, padded to the widest; what is not a tensor is the first one's."""
+    """Return several batches as one, padded to the widest; fields that are not tensors come from the first."""
     width = max(batch.tokens.shape[1] for batch in batches)
-    together: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for f in fields(batches[0]):
         parts = [getattr(batch, f.name) for batch in batches]
         if isinstance(parts[0], Tensor):
-            together[f.name] = torch.cat([pad(p, (0, width - p.shape[1])) if p.ndim == 2 else p for p in parts])
-    return replace(batches[0], **together | {"rows": torch.arange(len(together["rows"]))})
+            tensors[f.name] = torch.cat([pad(p, (0, width - p.shape[1])) if p.ndim == 2 else p for p in parts])
+    return replace(batches[0], **tensors | {"rows": torch.arange(len(tensors["rows"]))})
 
 
-def pair_up(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> tuple[list[Prompt], list[Completion]]:
-    """Each completion beside its prompt."""
+def flatten_groups(
+    prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
+) -> tuple[list[Prompt], list[Completion]]:
+    """Return the prompt of every completion, and the completions, as lists of equal length."""
     pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
     return [p for p, _ in pairs], [c for _, c in pairs]
+
+
+def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[Completion]:
+    """Return the completions of a batch as the engine returned them."""
+    completions = []
+    for row in range(len(batch)):
+        sampled = batch.completion_mask[row]
+        token_ids = batch.tokens[row][sampled].tolist()
+        completions.append(
+            Completion(
+                token_ids=token_ids,
+                logprobs=batch.behaviour_logprobs[row][sampled].tolist(),
+                text=text_before_stop(tokenizer.decode(token_ids, skip_special_tokens=True), sampling.stop or []),
+                finish_reason="length" if bool(batch.truncated[row]) else "stop",
+                behaviour_step=int(batch.behaviour_step[row]),
+            )
+        )
+    return completions

@@ -1,77 +1,89 @@
-"""How a policy is validated, on the run's own task and on others."""
+"""Evaluation of the current policy on the validation sets of the run's task and of benchmarks.
+
+:class:`Evaluator` samples and scores one validation set. ``evaluate`` makes the batch for ``validation_step``, and
+writes the results if asked; ``held_out_rollout`` makes a rollout for callbacks.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.data.collate import as_rewards
+from lgrpo.checks import check_range
+from lgrpo.data.collate import as_rewards, collate_rollout, flatten_groups
 from lgrpo.data.prompts import PromptSet, prompts_at
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling
+from lgrpo.hooks import call_stage, policy_owner
+from lgrpo.run.folder import run_folder
 from lgrpo.tasks import Task
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import Completion, EvaluationBatch, PolicyWeights, Prompt, RolloutBatch
 
 
 @dataclass(kw_only=True, frozen=True)
 class Evaluation:
-    """How the current policy is validated. The sync cycle is left exactly as it was."""
+    """Settings of a validation of the current policy. It does not affect the sync cycle."""
 
     num_samples: int = 8
     """Completions of each problem."""
     num_problems: int | None = None
-    """The first so many problems of the validation set; by default all."""
+    """Number of problems, from the start of the validation set; by default all."""
     sampling: Sampling | None = None
-    """How they are drawn; by default as in training."""
+    """Sampling settings; by default those of training."""
     success_reward: float = 1.0
-    """A completion with at least this reward is right."""
+    """Lowest reward of a correct completion."""
     seed: int = 0
-    """Of the validation samples: the same at every validation, so that differences are the policy's."""
+    """Seed of the samples: the same in every validation, so that differences are due to the policy."""
     results: Literal["jsonl", "parquet"] | None = None
-    """Write every problem with its completions and rewards into the run folder (evaluations/); by default not."""
+    """Format of files in evaluations/ of the run folder with every problem, its completions and rewards; by default
+    none are written."""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ValueError(f"evaluation.num_samples is {self.num_samples}; at least 1 sample is needed")
-        if self.num_problems is not None and self.num_problems < 1:
-            raise ValueError(f"evaluation.num_problems is {self.num_problems}; at least 1 problem is needed")
+        check_range("evaluation.num_samples", self.num_samples, at_least=1)
+        if self.num_problems is not None:
+            check_range("evaluation.num_problems", self.num_problems, at_least=1)
 
-    def share(self, num_available: int, rank: int, world_size: int) -> range:
-        """Positions of the problems a rank takes."""
+    def positions(self, num_available: int, rank: int, world_size: int) -> range:
+        """Return the positions of a rank's problems."""
         num_problems = min(self.num_problems or num_available, num_available)
         if num_problems < world_size:
-            raise ValueError(f"{num_problems} validation problems cannot be shared by {world_size} ranks")
+            raise ValueError(f"{num_problems} validation problems cannot be divided among {world_size} ranks")
         return range(rank, num_problems, world_size)
 
 
 @dataclass(kw_only=True, frozen=True)
 class Benchmark(Evaluation):
-    """Another task to validate on, with settings of its own."""
+    """Another task to validate on, with its evaluation settings."""
 
     task: Task
-    """Whose validation set it is."""
+    """Task whose validation set is used."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Samples:
-    """A rank's problems, their completions, and what these are worth."""
+    """A rank's problems, their completions and scores."""
 
     problems: list[Prompt]
     groups: list[list[Completion]]
     rewards: Tensor
-    """[problems, samples] float32; NaN where a score is not there yet."""
+    """[problems, samples] float32; NaN for scores that are not known yet."""
     correct: Tensor
     """[problems, samples] bool."""
     final_answers: list[list[str | None]]
 
     @property
     def answers(self) -> Tensor:
-        """[problems, samples] int64: which completions of a problem end in the same answer; -1 for those without."""
+        """[problems, samples] int64: number of the final answer, equal for equal answers; -1 if there is none."""
         numbers = []
         for answers in self.final_answers:
             known = {answer: number for number, answer in enumerate(dict.fromkeys(a for a in answers if a is not None))}
@@ -79,7 +91,7 @@ class Samples:
         return torch.tensor(numbers)
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each problem."""
+        """Return one row for each problem."""
         return [
             {
                 "problem": prompt.position,
@@ -99,7 +111,7 @@ class Samples:
 
 
 class Evaluator:
-    """A validation set, and how it is sampled."""
+    """A validation set with its settings."""
 
     def __init__(
         self,
@@ -125,24 +137,23 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         rank: int,
         world_size: int,
-        is_shown: bool,
+        show_progress: bool,
     ) -> Samples:
-        """Samples of this rank's problems from some weights, scored; in a terminal, with a bar if ``is_shown``."""
+        """Sample and score this rank's problems with the given weights; show a progress bar in a terminal."""
         settings = self.settings
-        problems = prompts_at(self.prompts, settings.share(len(self.prompts), rank, world_size))
-        scores_of = self.scorer.follow(problems)
-        bar = tqdm(
-            total=len(problems), desc=self.name or "validation", unit="problem", disable=None if is_shown else True
-        )
+        problems = prompts_at(self.prompts, settings.positions(len(self.prompts), rank, world_size))
+        scores_of = self.scorer.collect(problems)
+        disable = None if show_progress else True  # None: only in a terminal
+        bar = tqdm(total=len(problems), desc=self.name or "validation", unit="problem", disable=disable)
 
-        def following(place: int, completions: list[Completion]) -> None:
-            scores_of(place, completions)
+        def on_group(index: int, completions: list[Completion]) -> None:
+            scores_of(index, completions)
             bar.update()
 
         with engine.holding(weights, step), bar:
-            groups = engine.generate(problems, settings.num_samples, self.sampling, settings.seed, tokenizer, following)
+            groups = engine.generate(problems, settings.num_samples, self.sampling, settings.seed, tokenizer, on_group)
         scores = scores_of.result()
-        self.scorer.reward.report()  # these are not a rollout's
+        self.scorer.reward.report()  # drop metrics that do not belong to a rollout
         rewards = torch.stack([as_rewards(group) for group in scores])
         return Samples(
             problems=problems,
@@ -151,3 +162,85 @@ class Evaluator:
             correct=rewards >= settings.success_reward,
             final_answers=[[self.task.final_answer(c.text) for c in group] for group in groups],
         )
+
+
+def evaluate(
+    evaluator: Evaluator, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, trainer: L.Trainer
+) -> EvaluationBatch:
+    """Evaluate the current policy, and the reference if its score on the task is not known yet."""
+    module = policy_owner(trainer)
+    call_stage(trainer, "validate")
+    show_progress = trainer.is_global_zero and trainer.state.fn != TrainerFn.FITTING
+    arguments = engine, trainer.global_step, tokenizer, trainer.global_rank, trainer.world_size, show_progress
+    samples = evaluator(module.policy_weights(), *arguments)
+    reference = None
+    if module.needs_reference_score(evaluator.name):
+        reference = evaluator(module.reference_weights(), *arguments).correct
+    if evaluator.settings.results is not None:
+        write_results(evaluator.name, samples, evaluator.settings.results, trainer)
+    return EvaluationBatch(
+        task=evaluator.name, correct=samples.correct, answers=samples.answers, reference_correct=reference
+    )
+
+
+def held_out_rollout(
+    evaluator: Evaluator,
+    num_prompts: int,
+    group_size: int,
+    sampling: Sampling,
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    trainer: L.Trainer,
+) -> RolloutBatch:
+    """Return this rank's part of groups for the first problems, sampled from the current policy with ``sampling``."""
+    settings = Evaluation(num_samples=group_size, num_problems=num_prompts, seed=evaluator.settings.seed)
+    evaluator = Evaluator("", evaluator.task, settings, evaluator.prompts, evaluator.scorer, sampling)
+    weights, ranks = policy_owner(trainer).policy_weights(), (trainer.global_rank, trainer.world_size)
+    samples = evaluator(weights, engine, trainer.global_step, tokenizer, *ranks, show_progress=False)
+    prompts, completions = flatten_groups(samples.problems, samples.groups)
+    return collate_rollout(
+        prompts,
+        completions,
+        samples.rewards.flatten().tolist(),
+        group_size=group_size,
+        pad_token_id=tokenizer.pad_token_id,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        rollout=-1,
+    )
+
+
+def write_results(name: str, samples: Samples, form: Literal["jsonl", "parquet"], trainer: L.Trainer) -> None:
+    """Write the problems of all ranks, in order, into the run folder."""
+    tables: list[Any] = [samples.table()] * trainer.world_size
+    if trainer.world_size > 1:
+        torch.distributed.all_gather_object(tables, tables[0])
+    if trainer.is_global_zero and not trainer.sanity_checking:
+        table = sorted((row for table in tables for row in table), key=lambda row: row["problem"])
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        command = "" if fitting else "validate" if trainer.state.fn == TrainerFn.VALIDATING else "test"
+        parts = (command, name, f"step={policy_owner(trainer).policy_step}")
+        stem = run_folder(trainer) / "evaluations" / "-".join(part for part in parts if part)
+        path = stem.with_name(f"{stem.name}.{form}") if fitting else _unused_path(stem, form)
+        _write_table(table, path, form)
+        if not fitting:
+            rank_zero_info(f"Wrote every problem to {path}")
+
+
+def _unused_path(stem: Path, form: str) -> Path:
+    """Return a path that does not exist, so that an evaluation never overwrites another."""
+    names = (stem.name, *(f"{stem.name}-{number}" for number in range(2, 10**4)))
+    return next(path for path in (stem.with_name(f"{name}.{form}") for name in names) if not path.exists())
+
+
+def _write_table(table: list[dict[str, Any]], path: Path, form: Literal["jsonl", "parquet"]) -> None:
+    """Write one line or row for each problem. In Parquet the dataset row is a JSON string."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if form == "jsonl":
+        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in table)
+        path.write_text("".join(lines), encoding="utf-8")
+    else:
+        from datasets import Dataset  # slow to import
+
+        rows = [row | {"row": json.dumps(row["row"], ensure_ascii=False, default=str)} for row in table]
+        Dataset.from_list(rows).to_parquet(str(path))

@@ -1,4 +1,4 @@
-"""The prompts of a split, and which of them stands where in a run."""
+"""Prompts of a split, and which of them has which position in a run."""
 
 from __future__ import annotations
 
@@ -9,57 +9,59 @@ from itertools import count
 from typing import Any, Literal, NamedTuple, final
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.data.difficulty import DifficultySampling
-from lgrpo.settings import fingerprint
+from lgrpo.run.resume import fingerprint
 from lgrpo.tasks import LocatedRow, RowStream, Split, Task
 from lgrpo.types import Prompt
 
-_NUM_KEPT = 1024
-"""Prompts of a stream that stay at hand, for one that is asked for twice."""
+_CACHE_SIZE = 1024
+"""Number of prompts of a stream that are cached, for those requested twice."""
 
 
 class RenderedRow(NamedTuple):
-    """A row as the engine will see it."""
+    """A dataset row, rendered and tokenised."""
 
     text: str
     token_ids: list[int]
     row: Mapping[str, Any]
 
     def at(self, position: int) -> Prompt:
+        """Return the prompt with its position in the run."""
         return Prompt(text=self.text, token_ids=self.token_ids, row=self.row, position=position)
 
 
 class Prompts(ABC):
-    """Prompts laid out over a run without end: every position has one, the same on every rank and after a resume."""
+    """Prompts by position in an endless run; the same on every rank and after a resume."""
 
     is_streamed: bool
-    """Whether prompts are read in order as they are needed. Then a position far ahead is out of reach."""
+    """Whether prompts are read in order as they are needed, so that positions far ahead are out of reach."""
     num_dropped: int
-    """Rows left out so far, since they were too long."""
+    """Number of rows left out so far because they were too long."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Prompts in a pass."""
+        """Return the number of prompts in a pass."""
 
     @abstractmethod
     def at(self, position: int) -> Prompt:
-        """The prompt at a position of the run."""
+        """Return the prompt at a position of the run."""
 
     @property
     @abstractmethod
     def longest(self) -> int:
-        """No prompt has more tokens."""
+        """Upper limit of a prompt's length in tokens."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A few letters that stand for which prompts these are."""
+        """Return a short text that identifies these prompts."""
 
 
 @final
 class PromptSet(Prompts):
-    """A task's prompts, rendered, tokenised and checked once; ``at`` lays them out over a run without end."""
+    """A task's prompts, rendered, tokenised and checked once."""
 
     is_streamed = False
 
@@ -75,13 +77,13 @@ class PromptSet(Prompts):
     ) -> None:
         """
         Args:
-            task: Where the rows and the template come from.
-            split: Which rows.
-            tokenizer: The policy's.
-            max_tokens: Longest prompt.
-            overlong: What becomes of a longer one.
-            shuffle_seed: Order of every pass over the rows; None: as they stand.
-            difficulty: Draws rows by weight instead of each once in a pass.
+            task: Task with the rows and the template.
+            split: Split of the task.
+            tokenizer: Tokenizer of the policy.
+            max_tokens: Upper limit of a prompt's length.
+            overlong: Treatment of longer prompts.
+            shuffle_seed: Seed of the order of every pass over the rows; None keeps their order.
+            difficulty: Weights for drawing rows with replacement, instead of each once in a pass.
         """
         if difficulty is not None and shuffle_seed is None:
             raise ValueError("data.difficulty draws rows at random: it needs data.shuffle")
@@ -89,10 +91,10 @@ class PromptSet(Prompts):
         self.num_dropped = 0
         self._items: list[RenderedRow] = []
         weights: list[float] = []
-        places = task.places(split)
+        locations = task.locations(split)
         for index, row in enumerate(task.rows(split)):
-            known = places is not None and not places[index].startswith("row ")  # a list has no other place
-            label = f"{index} ({places[index]})" if places is not None and known else str(index)
+            known = locations is not None and not locations[index].startswith("row ")  # more than the index
+            label = f"{index} ({locations[index]})" if locations is not None and known else str(index)
             item = render_row(task, split, label, row, tokenizer, max_tokens, overlong)
             weight = 1.0 if difficulty is None else row_weight(difficulty, split, index, row)
             if item is None:
@@ -115,7 +117,7 @@ class PromptSet(Prompts):
         return len(self._items)
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a position of the run: pass after pass over the rows, each in an order of its own."""
+        """Return the prompt at a position of the run: pass after pass over the rows, each in another order."""
         epoch, offset = divmod(position, len(self))
         if self._order[0] != epoch:
             self._order = (epoch, self._permutation(epoch) if self._bounds is None else self._draw(epoch, self._bounds))
@@ -131,20 +133,20 @@ class PromptSet(Prompts):
     def _permutation(self, epoch: int) -> list[int]:
         if self.shuffle_seed is None:
             return list(range(len(self)))
-        return torch.randperm(len(self), generator=self._chance(epoch)).tolist()
+        return torch.randperm(len(self), generator=self._generator(epoch)).tolist()
 
     def _draw(self, epoch: int, bounds: torch.Tensor) -> list[int]:
-        """As many rows as there are, each drawn by its weight whatever was drawn before."""
-        places = torch.rand(len(self), generator=self._chance(epoch), dtype=torch.float64) * bounds[-1]
-        return torch.searchsorted(bounds, places, right=True).clamp_(max=len(self) - 1).tolist()
+        """Return as many row indices as there are rows, drawn by weight with replacement."""
+        points = torch.rand(len(self), generator=self._generator(epoch), dtype=torch.float64) * bounds[-1]
+        return torch.searchsorted(bounds, points, right=True).clamp_(max=len(self) - 1).tolist()
 
-    def _chance(self, epoch: int) -> torch.Generator:
+    def _generator(self, epoch: int) -> torch.Generator:
         return torch.Generator().manual_seed(hash((self.shuffle_seed, epoch)) % 2**63)
 
 
 @final
 class StreamedPrompts(Prompts):
-    """Prompts of a training set that streams: rows are read forward and forgotten, and from the start to go back."""
+    """Prompts of a streamed training set: rows are read in order and not kept; going back reads from the start."""
 
     is_streamed = True
 
@@ -160,63 +162,65 @@ class StreamedPrompts(Prompts):
     ) -> None:
         """
         Args:
-            task: Where the template comes from.
-            stream: Where the rows come from.
-            tokenizer: The policy's.
-            max_tokens: Longest prompt.
-            overlong: What becomes of a longer one.
-            shuffle_seed: Order of every pass over the rows; None: as they stand.
-            buffer_size: Rows that are shuffled among each other at a time.
+            task: Task with the template.
+            stream: Rows of the training set.
+            tokenizer: Tokenizer of the policy.
+            max_tokens: Upper limit of a prompt's length.
+            overlong: Treatment of longer prompts.
+            shuffle_seed: Seed of the order of every pass over the rows; None keeps their order.
+            buffer_size: Number of rows in the shuffle buffer.
         """
         self.shuffle_seed = shuffle_seed
         self.buffer_size = buffer_size
         self._task, self._stream, self._tokenizer = task, stream, tokenizer
         self._max_tokens, self._overlong = max_tokens, overlong
-        self._kept: dict[int, RenderedRow] = {}
-        self._start_again()
-        self._first = fingerprint([self.at(0).text])  # a stream that cannot be read says so before the run starts
+        self._cache: dict[int, RenderedRow] = {}
+        self._rewind()
+        self._first = fingerprint([self.at(0).text])  # a stream that cannot be read fails before the run starts
 
     def __len__(self) -> int:
-        raise ValueError("nobody knows how long a streamed training set is: set data.num_rollouts")
+        raise ValueError("the length of a streamed training set is unknown: set data.num_rollouts")
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a position of the run: what was read before it is passed over, and rendered only if need be."""
-        if position not in self._kept:
+        """Return the prompt at a position of the run; rows before it are skipped, and rendered only if needed."""
+        if position not in self._cache:
             if position < self._next:
-                self._start_again()
+                self._rewind()
             while self._next <= position:
-                self._read_on(is_wanted=self._next == position)
-        return self._kept[position].at(position)
+                self._read_row(is_requested=self._next == position)
+        return self._cache[position].at(position)
 
     @property
     def longest(self) -> int:
         return self._max_tokens
 
     def fingerprint(self) -> str:
-        """Of the first one alone: nobody has seen the rest."""
+        """Return a text that identifies the first prompt; the others are not read yet."""
         return f"a stream, {self._first}"
 
-    def _start_again(self) -> None:
+    def _rewind(self) -> None:
         self.num_dropped = 0
         self._next = 0
         self._rows = self._passes()
 
-    def _read_on(self, is_wanted: bool) -> None:
-        """Takes the next row; unless it is dropped, it has the next position."""
-        place, row = next(self._rows)
-        if is_wanted or self._overlong == "drop":  # whether it is dropped moves all that follow
-            item = render_row(self._task, "train", f"({place})", row, self._tokenizer, self._max_tokens, self._overlong)
+    def _read_row(self, is_requested: bool) -> None:
+        """Read the next row; unless it is dropped, it takes the next position."""
+        location, row = next(self._rows)
+        if is_requested or self._overlong == "drop":  # a dropped row shifts all positions after it
+            item = render_row(
+                self._task, "train", f"({location})", row, self._tokenizer, self._max_tokens, self._overlong
+            )
             if item is None:
                 self.num_dropped += 1
                 return
-            if is_wanted:
-                self._kept[self._next] = item
-                if len(self._kept) > _NUM_KEPT:
-                    del self._kept[next(iter(self._kept))]
+            if is_requested:
+                self._cache[self._next] = item
+                if len(self._cache) > _CACHE_SIZE:
+                    del self._cache[next(iter(self._cache))]
         self._next += 1
 
     def _passes(self) -> Iterator[LocatedRow]:
-        """All rows, again and again."""
+        """Yield all rows, pass after pass."""
         for epoch in count():
             first = self._next
             yield from self._stream if self.shuffle_seed is None else self._shuffled(epoch)
@@ -224,17 +228,17 @@ class StreamedPrompts(Prompts):
                 raise ValueError(f"no prompt of the train set fits into {self._max_tokens} tokens")
 
     def _shuffled(self, epoch: int) -> Iterator[LocatedRow]:
-        """A pass in an order of its own, as far as the buffer reaches."""
-        chance = random.Random(f"{self.shuffle_seed} {epoch}")
+        """Yield the rows of a pass, shuffled within a buffer."""
+        generator = random.Random(f"{self.shuffle_seed} {epoch}")
         buffer: list[LocatedRow] = []
         for located in self._stream:
             if len(buffer) < self.buffer_size:
                 buffer.append(located)
                 continue
-            place = chance.randrange(len(buffer))
-            located, buffer[place] = buffer[place], located
+            slot = generator.randrange(len(buffer))
+            located, buffer[slot] = buffer[slot], located
             yield located
-        chance.shuffle(buffer)
+        generator.shuffle(buffer)
         yield from buffer
 
 
@@ -248,14 +252,15 @@ def load_prompts(
     shuffle_seed: int | None = None,
     difficulty: DifficultySampling | None = None,
 ) -> Prompts:
-    """A task's prompts: a set, or a stream where the training rows are too many to keep."""
+    """Return a task's prompts: a set, or a stream if the training rows are too many to keep in memory."""
     stream = task.train_stream() if split == "train" else None
     if stream is None:
-        return PromptSet(task, split, tokenizer, max_tokens, overlong, shuffle_seed, difficulty)
+        prompts = PromptSet(task, split, tokenizer, max_tokens, overlong, shuffle_seed, difficulty)
+        if prompts.num_dropped:
+            rank_zero_info(f"{prompts.num_dropped} overlong prompts dropped, {len(prompts)} kept.")
+        return prompts
     if difficulty is not None:
-        raise ValueError(
-            "data.difficulty draws from all rows, and a stream does not keep them: leave out one of the two"
-        )
+        raise ValueError("data.difficulty draws from all rows, which a stream does not keep: remove one of the two")
     return StreamedPrompts(task, stream, tokenizer, max_tokens, overlong, shuffle_seed)
 
 
@@ -268,43 +273,45 @@ def render_row(
     max_tokens: int,
     overlong: Literal["error", "drop"],
 ) -> RenderedRow | None:
-    """A row, checked, rendered and tokenised; None where it is too long and to be dropped."""
+    """Return a row, checked, rendered and tokenised; None if it is too long and ``overlong`` is drop."""
     check_row(task, split, index, row)
     text, token_ids = task.template.render(row, tokenizer)
     if not token_ids:
         raise ValueError(f"prompt {index} of the {split} set is empty: {dict(row)}")
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown in token_ids and tokenizer.unk_token not in text:
-        raise ValueError(f"prompt {index} of the {split} set has characters the tokenizer cannot spell: {text[:200]!r}")
+        raise ValueError(
+            f"prompt {index} of the {split} set has characters the tokenizer cannot encode: {text[:200]!r}"
+        )
     if len(token_ids) <= max_tokens:
         return RenderedRow(text, token_ids, row)
     if overlong == "drop":
         return None
     raise ValueError(
         f"prompt {index} of the {split} set has {len(token_ids)} tokens, but only {max_tokens} fit: {text[:60]!r}… "
-        "Raise data.max_prompt_tokens where it is set, lower data.sampling.max_tokens to leave prompts more of the "
-        "context, or set data.overlong_prompts to drop"
+        "Raise data.max_prompt_tokens if it is set, lower data.sampling.max_tokens to leave more of the context to "
+        "prompts, or set data.overlong_prompts to drop"
     )
 
 
 def check_row(task: Task, split: str, index: str, row: Mapping[str, Any]) -> None:
-    """Names the fields a template or reward asks for and a row does not have, or has nothing of use in."""
+    """Raise an error if a row lacks a field that the template or the reward reads, or cannot be scored."""
     fields = task.template.fields()
-    for who, wanted in (("template", fields), ("reward", task.reward.required_fields())):
-        if missing := sorted(wanted - set(row)):
-            raise ValueError(f"the {who} reads {missing}, but row {index} of the {split} set has only {sorted(row)}")
-        if absent := sorted(name for name in wanted if row[name] is None):
-            raise ValueError(f"the {who} reads {absent}, but there is nothing in row {index} of the {split} set")
+    for reader, required in (("template", fields), ("reward", task.reward.required_fields())):
+        if missing := sorted(required - set(row)):
+            raise ValueError(f"the {reader} reads {missing}, but row {index} of the {split} set has only {sorted(row)}")
+        if empty := sorted(name for name in required if row[name] is None):
+            raise ValueError(f"the {reader} reads {empty}, which is null in row {index} of the {split} set")
     if fields and all(str(row[name]).strip() == "" for name in fields):
         raise ValueError(f"prompt {index} of the {split} set is empty: {dict(row)}")
     try:
         task.reward.check_row(row)
     except ValueError as error:
-        raise ValueError(f"no answer to row {index} of the {split} set could be scored: {error}") from error
+        raise ValueError(f"no answer to row {index} of the {split} set can be scored: {error}") from error
 
 
 def row_weight(difficulty: DifficultySampling, split: Split, index: int, row: Mapping[str, Any]) -> float:
-    """The weight of a row; an error says which row has none."""
+    """Return the weight of a row; name the row in an error."""
     try:
         return difficulty.weight(row)
     except ValueError as error:
@@ -312,5 +319,5 @@ def row_weight(difficulty: DifficultySampling, split: Split, index: int, row: Ma
 
 
 def prompts_at(prompts: Prompts, positions: Sequence[int]) -> list[Prompt]:
-    """The prompts at several positions."""
+    """Return the prompts at several positions."""
     return [prompts.at(position) for position in positions]

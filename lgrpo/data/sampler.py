@@ -1,4 +1,4 @@
-"""From the index of a rollout to its scored completions."""
+"""Sampling and scoring of rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.data.collate import as_rewards, collate_rollout, pair_up
+from lgrpo.checks import check_range
+from lgrpo.data.collate import as_rewards, collate_rollout, completions_of, flatten_groups
 from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling
@@ -18,24 +19,25 @@ from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
 
-_ANOTHER_ROUND = 2**40 + 15  # odd, so that without shuffling it leads to another row
-"""Replacements take prompts from far beyond the run's own positions, so that no prompt of a pass is used up by them."""
+_ROUND_OFFSET = 2**40 + 15  # odd, so that without shuffling another row is drawn
+"""Distance between the positions of a prompt and of its replacement: far beyond the run's positions, so that
+replacements do not use up prompts of a pass."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class DynamicSampling:
-    """Groups whose rewards are all equal are sampled again, with other prompts (DAPO)."""
+    """Resampling of groups whose rewards are all equal, with other prompts (DAPO)."""
 
     max_rounds: int = 4
-    """How often at most. Groups that still do not vary after that stay as they are: a rollout is always whole."""
+    """Upper limit of resampling rounds. Groups without variance after the last round are kept: a rollout is always
+    complete."""
     tolerance: float = 1e-6
-    """Rewards that differ by no more than this are equal."""
+    """Largest difference of rewards that count as equal."""
 
     def __post_init__(self) -> None:
-        if self.max_rounds < 1:
-            raise ValueError(f"dynamic_sampling.max_rounds is {self.max_rounds}; leave dynamic_sampling out for none")
-        if self.tolerance < 0:
-            raise ValueError(f"dynamic_sampling.tolerance is {self.tolerance}; it cannot be negative")
+        reason = "to turn resampling off, leave dynamic_sampling out"
+        check_range("dynamic_sampling.max_rounds", self.max_rounds, at_least=1, reason=reason)
+        check_range("dynamic_sampling.tolerance", self.tolerance, at_least=0)
 
 
 @dataclass(slots=True)
@@ -46,14 +48,17 @@ class Group:
     completions: list[Completion]
     scores: list[Score]
 
-    def varies(self, tolerance: float) -> bool:
-        """Whether its rewards differ, or may do so once they are all there."""
+    def may_vary(self, tolerance: float) -> bool:
+        """Return whether the rewards differ, or may differ when the missing ones are known."""
         rewards = as_rewards(self.scores)
         return bool(rewards.isnan().any()) or bool(has_reward_variance(rewards, len(rewards), tolerance)[0])
 
 
 class RolloutSampler:
-    """Samples and scores rollouts of this rank: a function of the engine's weights, the seed and positions alone."""
+    """Samples and scores this rank's part of rollouts.
+
+    The result depends only on the engine's weights, the seed and the positions of the prompts in the run.
+    """
 
     def __init__(
         self,
@@ -71,6 +76,8 @@ class RolloutSampler:
         world_size: int,
         on_stage: Callable[[Literal["generate", "score"]], None],
     ) -> None:
+        if dynamic is not None and prompts.is_streamed:
+            raise ValueError("data.dynamic_sampling draws prompts from any position, which a streamed set cannot give")
         self.prompts = prompts
         self.scorer = scorer
         self.engine = engine
@@ -84,57 +91,70 @@ class RolloutSampler:
         self.first = rank * self.share
         self.on_stage = on_stage
         self._seconds: dict[str, float] = {}
-        self._engine_figures = self._count_faults()
+        self._faults = self._engine_faults()
+
+    def prepare_engine(self, num_rollouts: int) -> None:
+        """Show the engine the prompts of a run, up to one pass, so that it can refuse what cannot work."""
+        is_streamed = self.prompts.is_streamed
+        num_positions = 0 if is_streamed else min(num_rollouts * self.num_prompts, len(self.prompts))
+        first_pass = (self.prompts.at(position) for position in range(num_positions))
+        self.engine.prepare(self.tokenizer, first_pass, self.group_size, self.sampling)
 
     def __call__(self, rollouts: range) -> list[RolloutBatch]:
-        """Some rollouts, all in one call of the engine."""
+        """Return some rollouts, sampled in one call of the engine."""
         self._seconds = {"generate": 0.0, "score": 0.0}
         positions = [k * self.num_prompts + self.first + j for k in rollouts for j in range(self.share)]
-        groups = self._groups(positions)
-        replaced = self._replace_dull(groups, positions)
+        groups = self._sample_groups(positions)
+        num_resampled = self._resample_zero_variance(groups, positions)
+        shares = [slice(j * self.share, (j + 1) * self.share) for j in range(len(rollouts))]
         with self._stage("score"):
-            batches = [
-                self._collate(rollout, groups[j * self.share : (j + 1) * self.share])
-                for j, rollout in enumerate(rollouts)
-            ]
+            batches = [self._collate(rollout, groups[own]) for rollout, own in zip(rollouts, shares, strict=True)]
         seconds = {f"time/{name}": seconds / len(batches) for name, seconds in self._seconds.items()}
-        means = self.scorer.reward.report() | self._faults_since(len(batches))
-        for j, batch in enumerate(batches):
-            own_groups = groups[j * self.share : (j + 1) * self.share]
-            batch.metrics = seconds | means | self.scorer.failures([group.scores for group in own_groups])
+        means = self.scorer.reward.report() | self._new_faults(len(batches))
+        for batch, own in zip(batches, shares, strict=True):
+            batch.metrics = seconds | means | self.scorer.failures([group.scores for group in groups[own]])
             if self.dynamic is not None:
-                own = sum(replaced[j * self.share : (j + 1) * self.share])
-                batch.metrics["rollout/resampled_fraction"] = own / self.share
+                batch.metrics["rollout/resampled_fraction"] = sum(num_resampled[own]) / self.share
         return batches
 
-    def _groups(self, positions: Sequence[int]) -> list[Group]:
+    def rescore(self, groups: Sequence[RolloutBatch]) -> list[list[Score]]:
+        """Ask the reward again for the scores of groups that were sampled earlier."""
+        scores_of = self.scorer.collect(prompts_at(self.prompts, [int(group.positions[0]) for group in groups]))
+        for index, group in enumerate(groups):
+            scores_of(index, completions_of(group, self.tokenizer, self.sampling))
+        scores = scores_of.result()
+        if not self.engine.can_overlap:
+            self.scorer.reward.report()  # drop their metrics, which were reported when they were first scored
+        return scores
+
+    def _sample_groups(self, positions: Sequence[int]) -> list[Group]:
         prompts = prompts_at(self.prompts, positions)
         with self._stage("generate"):
-            following = self.scorer.follow(prompts)
+            scores_of = self.scorer.collect(prompts)
             answers = self.engine.generate(
-                prompts, self.group_size, self.sampling, self.seed, self.tokenizer, following
+                prompts, self.group_size, self.sampling, self.seed, self.tokenizer, scores_of
             )
         with self._stage("score"):
-            scores = following.result()
+            scores = scores_of.result()
         return [Group(*group) for group in zip(prompts, answers, scores, strict=True)]
 
-    def _replace_dull(self, groups: list[Group], positions: Sequence[int]) -> list[int]:
-        """Puts others in the place of groups that do not vary. How often each place was sampled again."""
-        replaced = [0] * len(groups)
+    def _resample_zero_variance(self, groups: list[Group], positions: Sequence[int]) -> list[int]:
+        """Replace groups without reward variance in place; return how often each was resampled."""
+        num_resampled = [0] * len(groups)
         if self.dynamic is None:
-            return replaced
-        for again in range(1, self.dynamic.max_rounds + 1):
-            dull = [place for place, group in enumerate(groups) if not group.varies(self.dynamic.tolerance)]
-            if not dull:
+            return num_resampled
+        for number in range(1, self.dynamic.max_rounds + 1):
+            indices = [index for index, group in enumerate(groups) if not group.may_vary(self.dynamic.tolerance)]
+            if not indices:
                 break
-            others = self._groups([again * _ANOTHER_ROUND + positions[place] for place in dull])
-            for place, other in zip(dull, others, strict=True):
-                groups[place] = other
-                replaced[place] += 1
-        return replaced
+            replacements = self._sample_groups([number * _ROUND_OFFSET + positions[index] for index in indices])
+            for index, replacement in zip(indices, replacements, strict=True):
+                groups[index] = replacement
+                num_resampled[index] += 1
+        return num_resampled
 
     def _collate(self, rollout: int, groups: list[Group]) -> RolloutBatch:
-        prompts, completions = pair_up([g.prompt for g in groups], [g.completions for g in groups])
+        prompts, completions = flatten_groups([g.prompt for g in groups], [g.completions for g in groups])
         return collate_rollout(
             prompts,
             completions,
@@ -146,20 +166,20 @@ class RolloutSampler:
             rollout=rollout,
         )
 
-    def _count_faults(self) -> dict[str, float]:
+    def _engine_faults(self) -> dict[str, float]:
         return {
-            "fault/engine_failures": float(self.engine.faults["failures"]),
-            "time/engine_recovery": self.engine.recovery_seconds,
+            "fault/engine_failures": float(self.engine.faults.num_failures),
+            "time/engine_recovery": self.engine.faults.recovery_seconds,
         }
 
-    def _faults_since(self, num_rollouts: int) -> dict[str, float]:
-        """Of the engine, since the rollouts before: a rollout's share."""
-        before, self._engine_figures = self._engine_figures, self._count_faults()
-        return {name: (value - before[name]) / num_rollouts for name, value in self._engine_figures.items()}
+    def _new_faults(self, num_rollouts: int) -> dict[str, float]:
+        """Return the engine's faults since the last call, divided by the number of rollouts."""
+        before, self._faults = self._faults, self._engine_faults()
+        return {name: (value - before[name]) / num_rollouts for name, value in self._faults.items()}
 
     @contextmanager
     def _stage(self, stage: Literal["generate", "score"]) -> Iterator[None]:
-        """Announces a stage and adds up its time."""
+        """Announce a stage and add up its seconds."""
         self.on_stage(stage)
         start = time.perf_counter()
         yield

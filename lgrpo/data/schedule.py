@@ -1,126 +1,227 @@
-"""Which rollout is sampled when: sync cycles, the lead, and what is sampled ahead of its turn."""
+"""When each rollout is sampled: after its sync, ahead of training by the lead, in the background where possible.
+
+:class:`RolloutSchedule` decides which rollouts are sampled next. :class:`RolloutQueue` samples them, in a thread if the
+engine can overlap with training, and holds them until they are trained on.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import lightning as L
 
-from lgrpo.data.queue import RolloutQueue
 from lgrpo.engines import RolloutEngine
+from lgrpo.functional.sync_cycle import rollout_in_background, rollouts_to_sample
 from lgrpo.hooks import call_rollout_start, call_stage
 from lgrpo.types import RolloutBatch
 
 
 class RolloutSchedule:
-    """Begins rollouts in order, each once: first its hooks, which may sync, then its samples."""
+    """Starts rollouts in order, each once: first its ``on_rollout_start`` hooks, which may sync, then its sampling.
+
+    ``reset`` begins a fit. For each rollout k, ``get`` returns it, starting all rollouts up to k + lead before, and
+    ``release`` drops it from the queue when training on it begins. ``close`` ends a fit that failed.
+    """
 
     def __init__(
         self,
         engine: RolloutEngine,
-        sample: Callable[[range], list[RolloutBatch]],
-        rollouts_per_epoch: Callable[[], int],
         *,
         reuse: int,
         lead: int,
         generate_ahead: bool,
     ) -> None:
         self.engine = engine
-        self.sample = sample
-        self.rollouts_per_epoch = rollouts_per_epoch
         self.reuse = reuse
         self.lead = lead
         self.generate_ahead = generate_ahead
-        self._queue = RolloutQueue(sample, self._sampled, engine.can_overlap)
-        self._started = -1
+        self._queue = RolloutQueue(_not_reset, self._on_sampled, in_background=False)
+        self._rollouts_per_epoch = 0
+        self._last_started = -1
         self._cycle_end: int | None = 0
 
-    def reset(self, trainer: L.Trainer) -> None:
-        """Forgets the rollouts of an earlier fit."""
+    @property
+    def is_sampled_early(self) -> bool:
+        """Whether a rollout may have been sampled some time before it is trained on."""
+        return self.lead > 0 or self.generate_ahead or self.engine.can_overlap
+
+    def reset(self, trainer: L.Trainer, sample: Callable[[range], list[RolloutBatch]], rollouts_per_epoch: int) -> None:
+        """Discard the rollouts of an earlier fit.
+
+        Args:
+            trainer: Trainer of the fit.
+            sample: Function that samples and scores a range of rollouts.
+            rollouts_per_epoch: Number of rollouts in a Lightning epoch.
+        """
         self._queue.close()
-        self._queue = RolloutQueue(self.sample, self._sampled, self.engine.can_overlap)
-        self._started = trainer.global_step // self.reuse - 1
+        self._queue = RolloutQueue(sample, self._on_sampled, self.engine.can_overlap)
+        self._rollouts_per_epoch = rollouts_per_epoch
+        self._last_started = trainer.global_step // self.reuse - 1
 
     def get(self, trainer: L.Trainer, rollout: int) -> tuple[RolloutBatch, float]:
-        """Rollout k, sampled by now, and the seconds its hooks took."""
+        """Return rollout k, waiting until it is sampled, and the seconds spent in its start hooks."""
         seconds = self._start(trainer, rollout + self.lead)
-        if rollout not in self._queue:  # an interrupt came between its hooks and its samples
-            self._ask(trainer, rollout)
+        if rollout not in self._queue:  # an interrupt came between its hooks and its sampling
+            self._request(trainer, rollout)
         return self._queue.get(rollout), seconds
 
     def ready(self) -> list[RolloutBatch]:
-        """Rollouts that are sampled and not yet handed over, in order."""
+        """Return the rollouts that are sampled and not yet released, in order."""
         return self._queue.ready()
 
-    def handed_over(self, trainer: L.Trainer, rollout: int) -> None:
-        """Rollout k is about to train: the next one is sampled in the background, where the same weights sample it."""
+    def release(self, trainer: L.Trainer, rollout: int) -> None:
+        """Drop rollout k, whose training begins, and sample the next in the background if no sync comes before it."""
         self._queue.drop(rollout)
-        following = rollout + self.lead + 1
-        if (
-            self.engine.can_overlap
-            and self._cycle_end is not None
-            and following < self._end_of_cycle(trainer, following)
-        ):
-            self._ask(trainer, following)
+        if self.engine.can_overlap:
+            following = rollout_in_background(rollout, self.lead, self._cycle_end, self.end_of_run(trainer))
+            if following is not None:
+                self._request(trainer, following)
 
     def wait(self) -> None:
-        """Until nothing is being sampled."""
+        """Wait until nothing is being sampled."""
         self._queue.wait()
 
     def close(self) -> None:
-        """Nothing more is sampled; what is being sampled is given up."""
+        """Stop sampling and give up what is being sampled."""
         if self._queue.close():
-            self.engine.close()  # so that a generation in the background ends, and does not keep the process
+            self.engine.close()  # ends a generation in the background, which would keep the process alive
 
     def state_dict(self) -> dict[str, Any]:
-        return {"queue": self._queue.state_dict(), "started": self._started, "cycle_end": self._cycle_end}
+        return {"queue": self._queue.state_dict(), "last_started": self._last_started, "cycle_end": self._cycle_end}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._started, self._cycle_end = state["started"], state["cycle_end"]
+        self._last_started, self._cycle_end = state["last_started"], state["cycle_end"]
         self._queue.load_state_dict(state["queue"])
 
-    def _start(self, trainer: L.Trainer, last: int) -> float:
-        """Begins every rollout up to ``last`` that has not begun. Seconds of the hooks."""
-        seconds = 0.0
-        for rollout in range(self._started + 1, min(last + 1, self.end_of_run(trainer))):
-            if self._cycle_end is None or rollout >= self._cycle_end:
-                self._queue.wait()  # a sync must not meet a generation
-            version, start = self.engine.version, time.perf_counter()
-            call_stage(trainer, "sync")
-            call_rollout_start(trainer, rollout)
-            self._started = rollout
-            seconds += time.perf_counter() - start
-            if self.engine.version != version:
-                count = self.engine.num_rollouts
-                self._cycle_end = None if count is None else rollout + count
-            call_stage(
-                trainer, "generate"
-            )  # also where that goes on in the background: it is what the trainer waits for
-            self._ask(trainer, rollout)
-        return seconds
-
-    def _ask(self, trainer: L.Trainer, rollout: int) -> None:
-        """Has a rollout sampled, and with ``generate_ahead`` all that follow it up to the next sync."""
-        if rollout not in self._queue:
-            end = self._end_of_cycle(trainer, rollout) if self.generate_ahead else rollout + 1
-            self._queue.ask(range(rollout, max(end, rollout + 1)))
-
-    def _sampled(self, rollouts: range) -> None:
-        self.engine.spent = self._cycle_end is not None and rollouts.stop >= self._cycle_end
-        self.engine.rest()
-
-    def _end_of_cycle(self, trainer: L.Trainer, rollout: int) -> int:
-        """The first rollout that the weights at hand will not sample, as far as that is known."""
-        cycle_end = rollout + 1 if self._cycle_end is None else self._cycle_end
-        return min(cycle_end, self.end_of_run(trainer))
-
     def end_of_run(self, trainer: L.Trainer) -> int:
-        """The first rollout that will not be trained on."""
+        """Return the index of the first rollout that will not be trained on."""
         ends = []
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-            ends.append(trainer.max_epochs * self.rollouts_per_epoch())
+            ends.append(trainer.max_epochs * self._rollouts_per_epoch)
         if trainer.max_steps >= 0:
             ends.append(-(-trainer.max_steps // self.reuse))
         return max(min(ends, default=2**62), trainer.global_step // self.reuse + 1)
+
+    def _start(self, trainer: L.Trainer, last: int) -> float:
+        """Start every rollout up to ``last`` that is not started yet; return the seconds spent in hooks."""
+        seconds = 0.0
+        for rollout in range(self._last_started + 1, min(last + 1, self.end_of_run(trainer))):
+            if self._cycle_end is None or rollout >= self._cycle_end:
+                self._queue.wait()  # weights must not be replaced during a generation
+            version, start = self.engine.state.version, time.perf_counter()
+            call_stage(trainer, "sync")
+            call_rollout_start(trainer, rollout)
+            self._last_started = rollout
+            seconds += time.perf_counter() - start
+            if self.engine.state.version != version:
+                count = self.engine.state.num_rollouts
+                self._cycle_end = None if count is None else rollout + count
+            call_stage(trainer, "generate")  # with background sampling too: the trainer waits for it next
+            self._request(trainer, rollout)
+        return seconds
+
+    def _request(self, trainer: L.Trainer, rollout: int) -> None:
+        """Request a rollout from the queue, and with ``generate_ahead`` the rest of its cycle."""
+        if rollout not in self._queue:
+            end = self.end_of_run(trainer)
+            self._queue.request(rollouts_to_sample(rollout, self._cycle_end, end, self.generate_ahead))
+
+    def _on_sampled(self, rollouts: range) -> None:
+        if self._cycle_end is not None and rollouts.stop >= self._cycle_end:
+            self.engine.finish_cycle()
+        self.engine.sleep()
+
+
+def _not_reset(rollouts: range) -> list[RolloutBatch]:
+    raise RuntimeError("a RolloutSchedule has nothing to sample with: call reset first")
+
+
+class RolloutQueue:
+    """Sampled rollouts by index, and requests being sampled in the background, one after another."""
+
+    def __init__(
+        self, sample: Callable[[range], list[RolloutBatch]], on_sampled: Callable[[range], None], in_background: bool
+    ) -> None:
+        """
+        Args:
+            sample: Function that samples and scores a range of rollouts.
+            on_sampled: Function called when they are in the queue, where an interrupt cannot lose them.
+            in_background: Whether to sample in a thread while the trainer continues.
+        """
+        self._sample = sample
+        self._on_sampled = on_sampled
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts") if in_background else None
+        self._ready: dict[int, RolloutBatch] = {}
+        self._pending: deque[tuple[range, Future[list[RolloutBatch]]]] = deque()
+        self._has_failed = False
+
+    def __contains__(self, rollout: int) -> bool:
+        return rollout in self._ready or any(rollout in rollouts for rollouts, _ in self._pending)
+
+    def request(self, rollouts: range) -> None:
+        """Sample rollouts: now, or in the background after earlier requests."""
+        if self._executor is None:
+            self._add(self._sample(rollouts))
+            self._on_sampled(rollouts)
+        else:
+            self._has_failed &= bool(self._pending)
+            self._pending.append((rollouts, self._executor.submit(self._sample_in_background, rollouts)))
+
+    def wait(self) -> None:
+        """Wait until nothing is being sampled; raise the error of a sampling that failed."""
+        while self._pending:
+            self._wait_for_first()
+
+    def get(self, rollout: int) -> RolloutBatch:
+        """Return a rollout, which stays in the queue until ``drop``: an error before its training does not lose it."""
+        while rollout not in self._ready:
+            self._wait_for_first()
+        return self._ready[rollout]
+
+    def ready(self) -> list[RolloutBatch]:
+        """Return the sampled rollouts in order."""
+        return [batch for _, batch in sorted(self._ready.items())]
+
+    def drop(self, last: int) -> None:
+        """Remove the rollouts up to ``last``."""
+        self._ready = {k: batch for k, batch in self._ready.items() if k > last}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the sampled rollouts. Pending ones are sampled again after a resume, from the same weights."""
+        return [batch.state_dict() for batch in self.ready()]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        self._add([RolloutBatch.from_state_dict(batch) for batch in state])
+
+    def close(self) -> bool:
+        """Stop the thread without waiting for it; return whether it was sampling."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        return any(not future.done() for _, future in self._pending)
+
+    def _sample_in_background(self, rollouts: range) -> list[RolloutBatch]:
+        if self._has_failed:
+            raise RuntimeError("earlier rollouts could not be sampled")
+        try:
+            return self._sample(rollouts)
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _wait_for_first(self) -> None:
+        rollouts, future = self._pending[0]
+        try:
+            self._add(future.result())
+        except BaseException:
+            if future.done():  # otherwise the trainer was interrupted, and close() must see what is still pending
+                self._pending.clear()  # later requests depend on this one
+            raise
+        self._pending.popleft()
+        self._on_sampled(rollouts)
+
+    def _add(self, batches: list[RolloutBatch]) -> None:
+        self._ready |= {batch.rollout: batch for batch in batches}

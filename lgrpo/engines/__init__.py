@@ -1,24 +1,34 @@
-"""Where completions come from."""
+"""Engines sample completions from the behaviour policy."""
 
-from lgrpo.engines.base import BORROWED, EngineError, NoWeightsError, OnGroup, RolloutEngine, Sampling
+from lgrpo.engines.base import (
+    BORROWED,
+    EngineState,
+    NoWeightsError,
+    OnGroup,
+    RolloutEngine,
+    Sampling,
+    Timeouts,
+)
 from lgrpo.engines.completions import text_before_stop
-from lgrpo.engines.ledger import SyncRecord, WeightSyncError
-from lgrpo.engines.pool import EnginePool
-from lgrpo.engines.replay import ReplayEngine
+from lgrpo.engines.manifest import SyncRecord, WeightSyncError
+from lgrpo.engines.pool.engine import EnginePool
+from lgrpo.engines.recovery import EngineError, Faults
+from lgrpo.engines.servers.engine import VLLMServerEngine
 from lgrpo.engines.transformers import TransformersEngine
-from lgrpo.engines.vllm import VLLMEngine
-from lgrpo.engines.vllm_server import VLLMServerEngine
+from lgrpo.engines.vllm.engine import VLLMEngine
 
 __all__ = [
     "BORROWED",
     "EngineError",
     "EnginePool",
+    "EngineState",
+    "Faults",
     "NoWeightsError",
     "OnGroup",
-    "ReplayEngine",
     "RolloutEngine",
     "Sampling",
     "SyncRecord",
+    "Timeouts",
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServerEngine",

@@ -1,31 +1,28 @@
-"""What an engine is: the place completions come from, holding the behaviour policy."""
+"""The interface of engines: where completions come from, and which weights they are sampled from."""
 
 from __future__ import annotations
 
 import time
-import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.engines.ledger import Sent, SyncRecord
+from lgrpo.checks import check_range
+from lgrpo.engines.manifest import SyncRecord, WeightManifest
+from lgrpo.engines.recovery import EngineError, Faults
 from lgrpo.types import Adapter, Completion, PolicyWeights, Prompt
 
-_T = TypeVar("_T")
-
 OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
-"""Told of a prompt, by its place among those that were asked for, and of all its completions."""
+"""Callback that receives the index of a prompt among the requested ones, and all its completions."""
 
 BORROWED = -1
-"""Version of weights an engine holds for the time being only."""
-
-GO_ON = "go on from the last checkpoint (lgrpo fit … --ckpt_path last)"
+"""Version of weights that an engine holds only inside ``holding``."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -33,29 +30,24 @@ class Sampling:
     """How completions are drawn."""
 
     temperature: float = 1.0
-    """Of the softmax, above 0. Every log-probability of the run is taken at it."""
+    """Temperature of the softmax, above 0. Every log-probability of the run is taken at it."""
     top_k: int = 0
-    """Draw from the k likeliest tokens only; 0: from all. For validation: a truncated draw has no honest ratio."""
+    """Number of likeliest tokens to draw from; 0: all. For validation: truncated samples have no valid ratio."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that make up this mass; 1: from all. For validation, like top_k."""
+    """Probability mass of the likeliest tokens to draw from; 1: all. For validation, like top_k."""
     min_p: float = 0.0
-    """Leave out tokens less likely than this share of the likeliest; 0: none. For validation, like top_k."""
+    """Lowest probability to draw from, as a share of the likeliest token's; 0: all. For validation, like top_k."""
     max_tokens: int = 256
     """Longest completion."""
     stop: list[str] | None = None
     """Strings that end a completion. Their tokens are trained on; the text that is scored ends before them."""
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"sampling.temperature is {self.temperature}; it must be above 0")
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k is {self.top_k}; 0 turns it off, 1 and more count tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p is {self.top_p}; it is a mass above 0, at most 1")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"sampling.min_p is {self.min_p}; it is a share from 0 up to, not including, 1")
-        if self.max_tokens < 1:
-            raise ValueError(f"sampling.max_tokens is {self.max_tokens}; a completion has at least 1 token")
+        check_range("sampling.temperature", self.temperature, above=0)
+        check_range("sampling.top_k", self.top_k, at_least=0, reason="0 turns it off")
+        check_range("sampling.top_p", self.top_p, above=0, at_most=1)
+        check_range("sampling.min_p", self.min_p, at_least=0, below=1)
+        check_range("sampling.max_tokens", self.max_tokens, at_least=1)
         if any(not s for s in self.stop or []):
             raise ValueError("sampling.stop has an empty string, which would end every completion at once")
 
@@ -65,53 +57,64 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+@dataclass(kw_only=True, frozen=True)
+class Timeouts:
+    """Time limits of an engine, in seconds. Each engine uses those that apply to it."""
+
+    start: float = 600.0
+    """Seconds until a process or server that was started must be ready."""
+    sync: float = 300.0
+    """Seconds that each step of a sync may take."""
+    generate: float = 1800.0
+    """Seconds that a generation may take, counted from the last recovery."""
+    hang: float = 60.0
+    """Seconds without an answer after which a server that generates has failed."""
+    reconnect: float = 120.0
+    """Seconds to wait until a failed server of ``urls`` answers again; then the run continues without it, and the next
+    sync looks for it."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            check_range(f"timeouts.{limit.name}", getattr(self, limit.name), above=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineState:
+    """Which weights an engine holds, and every sync so far. Only the engine writes it; others read it."""
+
+    step: int | None = None
+    """Optimizer step of the weights; None if the engine holds none."""
+    version: int | None = None
+    """Number of the sync that brought them; ``BORROWED`` inside ``holding``; None if the engine holds none."""
+    num_rollouts: int | None = None
+    """Rollouts sampled from these weights in the whole cycle; None if that is not known beforehand."""
+    exhausted: bool = False
+    """Whether every rollout of the cycle is sampled, so that the weights are no longer needed."""
+    adapter_rank: int | None = None
+    """Rank of the adapters, if the engine was given only these; None if it holds whole weights."""
+    ledger: list[SyncRecord] = field(default_factory=list)
+    """One record per sync, in order."""
+
+
 class NoWeightsError(RuntimeError):
     """An engine was asked for completions before it was given a policy."""
 
     def __init__(self) -> None:
         super().__init__(
             "the engine holds no weights, so there is no behaviour policy to sample from: give the Trainer a "
-            "WeightSync callback (lgrpo.WeightSync(period=v)), which hands it the policy before the first rollout"
+            "WeightSync callback (lgrpo.WeightSync(period=v)), which syncs the policy before the first rollout"
         )
-
-
-class EngineError(RuntimeError):
-    """An engine could not start or answer."""
-
-
-class EngineFailure(EngineError):
-    """An engine that ran has failed by no fault of what it was asked: started again it may answer."""
-
-
-def each(those: Iterable[_T], failures: dict[_T, EngineFailure], action: Callable[[_T], Any]) -> None:
-    """Does something with every one that has not failed yet, and notes who fails."""
-    for one in those:
-        if one not in failures:
-            try:
-                action(one)
-            except EngineFailure as failure:
-                failures[one] = failure
-
-
-def bear(failure: EngineFailure, number: int, max_failures: int) -> None:
-    """A warning of a failure that is recovered from. Where it is one too many: an error, with what to do."""
-    if number <= max_failures:
-        warnings.warn(f"recovering from failure {number} of at most {max_failures}: {failure}", stacklevel=3)
-        return
-    advice = "When what ails it is mended,"
-    if "memory" in str(failure).lower():
-        advice = "It ran out of memory: lower max_num_seqs, or kv_cache_gib and gpu_memory_utilization, then"
-    times = "once" if number == 1 else f"{number} times"
-    raise EngineError(
-        f"vLLM failed {times} in one go (max_failures is {max_failures}). At last: {failure}\n{advice} {GO_ON}"
-    ) from failure
 
 
 class RolloutEngine(ABC):
     """Samples completions from the weights it was last given.
 
-    It holds none until the first ``load_weights``. Each completion draws from a random stream keyed by (seed, position
-    of its prompt in the run, index among its siblings), so neither batch, rollout nor rank decides what is sampled.
+    Life cycle: ``prepare`` before a fit. Then, for each sync cycle, ``load_weights``; for each rollout ``generate``,
+    then ``sleep``, with ``finish_cycle`` before the last ``sleep``. ``close`` ends it. Before the first
+    ``load_weights`` and after ``finish_cycle`` or ``close`` it has no weights to sample from, and ``generate`` raises.
+
+    Each completion draws from a random stream keyed by (seed, position of its prompt in the run, index among its
+    siblings), so neither batch, rollout nor rank changes what is sampled.
     """
 
     can_overlap = False
@@ -119,100 +122,128 @@ class RolloutEngine(ABC):
     replays = False
     """Whether some of its completions are recorded: sampled by no policy of this run."""
     follows_precision = False
-    """Whether, without a ``dtype`` of its own, it holds weights in what the trainer computes in."""
+    """Whether it holds weights in the trainer's compute precision if ``dtype`` is None."""
+    verify = True
+    """Whether ``load_weights`` compares the engine's checksums with the policy's."""
+    dtype: torch.dtype | None = None
+    """Precision of its weights; None: the policy's, or the trainer's if ``follows_precision``."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and completion together; None: the model's limit."""
+    kv_cache_gib: float | None = None
+    """Size of the key-value cache in GiB; None: derived from the free memory."""
+    tensor_parallel_size = 1
+    """Number of GPUs the model is sharded over."""
 
     def __init__(self) -> None:
-        self.ledger: list[SyncRecord] = []
-        self.step: int | None = None
-        """Optimizer step of the weights it holds; None where it holds none."""
-        self.version: int | None = None
-        """Which sync brought them; ``BORROWED`` inside ``holding``."""
-        self.num_rollouts: int | None = None
-        """How many rollouts will be sampled from them in all; None where that is not known beforehand."""
-        self.adapter_rank: int | None = None
-        """Rank of the adapters it holds, where it was given these alone; None where it holds whole weights."""
-        self.spent = False
-        """Whether all of these are sampled, so that the weights are not needed any more."""
-        self._owed: dict[str, Any] | None = None
-        """Its state from before it was lent other weights, until it holds that again."""
-        self.faults: Counter[str] = Counter()
-        """What has happened to it so far: ``failures``, and ``restarts`` that mended them."""
-        self.recovery_seconds = 0.0
-        """How long it took to recover, all in all."""
+        self._state = EngineState()
+        self._suspended: dict[str, Any] | None = None
+        """State dict of the weights that ``holding`` has replaced, until they are restored."""
 
-    def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int | None = None) -> SyncRecord:
-        """Takes over a policy's weights, and proves it: the engine's own checksums must equal the policy's.
+    @property
+    def state(self) -> EngineState:
+        """The weights it holds, and the syncs so far."""
+        return self._state
+
+    @property
+    def faults(self) -> Faults:
+        """Failures it recovered from."""
+        return Faults()
+
+    @property
+    def num_without_logprobs(self) -> int:
+        """Number of its completions without known log-probabilities. Valid after ``prepare``."""
+        return 0
+
+    def prepare(  # noqa: B027
+        self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling
+    ) -> None:
+        """Check before a fit that the engine can do what the run will ask for.
 
         Args:
-            weights: Of the policy.
-            step: Its optimizer step.
-            num_rollouts: How many rollouts will be sampled before the next time, where that is known.
+            tokenizer: Tokenizer of the policy.
+            prompts: Prompts of the run, at most one pass over all, as far as they are known beforehand.
+            group_size: Completions of each prompt.
+            sampling: How completions are drawn.
         """
-        version = self.ledger[-1].version + 1 if self.ledger else 0
+
+    def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int | None = None) -> SyncRecord:
+        """Replace the weights, and verify that the engine's own checksums equal the policy's.
+
+        If that fails, the engine holds no weights.
+
+        Args:
+            weights: Weights of the policy.
+            step: Optimizer step of the policy.
+            num_rollouts: Rollouts that will be sampled until the next sync, if known.
+        """
+        state = self.state
+        version = state.ledger[-1].version + 1 if state.ledger else 0
         self.wake()
         start = time.perf_counter()
         try:
-            sent = self._replace(weights, step, version)
-            checksum = sent.compare(self.held_checksums(sent))
+            manifest = self.replace_weights(weights, step, version)
+            checksum = manifest.compare(self.held_checksums(manifest))
         except BaseException:
-            self.forget()  # what is not proved is not held, in a checkpoint written now neither
+            self.drop_weights()  # so that no checkpoint written now contains unverified weights
             raise
-        self.num_rollouts, self._owed = num_rollouts, None
+        self.state.num_rollouts, self._suspended = num_rollouts, None
         record = SyncRecord(
             version=version,
             step=step,
             checksum=checksum,
-            num_bytes=sent.num_bytes,
+            num_bytes=manifest.num_bytes,
             seconds=time.perf_counter() - start,
         )
-        self.ledger.append(record)
+        self.state.ledger.append(record)
         return record
 
     @contextmanager
     def holding(self, weights: PolicyWeights, step: int) -> Iterator[None]:
-        """Other weights for the time being; afterwards exactly those from before. The ledger does not see it."""
-        outer, self._owed = self._owed, None
+        """Hold other weights inside the context, and restore the previous ones afterwards. Not in the ledger."""
+        outer, self._suspended = self._suspended, None
         before = self.state_dict()
-        self._owed = outer or before
+        self._suspended = outer or before
         try:
-            self._replace(weights, step, BORROWED)
+            self.replace_weights(weights, step, BORROWED)
             yield
         finally:
             self.load_state_dict(before, weights)
-            self._owed = outer
+            self._suspended = outer
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights it holds, if they are still needed, their step and version, and the ledger: plain containers.
+        """Return ``state`` and, if they are still needed, the weights, in plain containers.
 
-        While it holds others for the time being, those it will hold again.
+        Inside ``holding``, this is the state that will be restored.
         """
-        if self._owed is not None:
-            return self._owed
-        needed = self.step is not None and not self.spent
+        if self._suspended is not None:
+            return self._suspended
+        state = self.state
+        needed = state.step is not None and not state.exhausted
         return {
-            "step": self.step,
-            "version": self.version,
-            "num_rollouts": self.num_rollouts,
-            "spent": self.spent,
-            "ledger": [record.as_dict() for record in self.ledger],
+            "step": state.step,
+            "version": state.version,
+            "num_rollouts": state.num_rollouts,
+            "exhausted": state.exhausted,
+            "ledger": [record.as_dict() for record in state.ledger],
             "config": self.held_config().to_dict() if needed else None,
             "weights": self.held_weights() if needed else None,
-            "adapter_rank": self.adapter_rank if needed else None,
+            "adapter_rank": state.adapter_rank if needed else None,
         }
 
     def load_state_dict(self, state: dict[str, Any], policy: PolicyWeights | None = None) -> None:
-        """The inverse: afterwards it samples as it would have.
+        """Restore a state, so that the engine samples as it would have.
 
         Args:
-            state: What ``state_dict`` gave.
-            policy: Where the state holds adapters alone: weights of the policy they belong to, for those below them.
+            state: Return value of ``state_dict``.
+            policy: Weights of the policy, which has the base weights if ``state`` holds only adapters.
         """
-        self.ledger = [SyncRecord(**record) for record in state["ledger"]]
-        self.num_rollouts = state["num_rollouts"]
-        self.forget()
+        self.state.ledger = [SyncRecord(**record) for record in state["ledger"]]
+        self.state.num_rollouts = state["num_rollouts"]
+        self.drop_weights()
         if state["weights"] is None:
-            self.step, self.version, self.spent = state["step"], state["version"], state["spent"]
-            self._owed = None
+            own = self.state
+            own.step, own.version, own.exhausted = state["step"], state["version"], state["exhausted"]
+            self._suspended = None
             return
         config = AutoConfig.for_model(**state["config"])
         weights = PolicyWeights(config=config, tensors=lambda: iter(state["weights"].items()))
@@ -223,68 +254,55 @@ class RolloutEngine(ABC):
                 config, Adapter(rank=rank, base=policy.adapter.base, tensors=weights.tensors)
             )
         if policy is not None:
-            weights.computed_in = policy.computed_in
-        self._replace(weights, state["step"], state["version"])
-        self._owed = None
+            weights.compute_dtype = policy.compute_dtype
+        self.replace_weights(weights, state["step"], state["version"])
+        self._suspended = None
 
-    def forget(self) -> None:
-        """Holds no weights from now on."""
-        self.step, self.version, self.spent = None, None, False
+    def replace_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
+        """Replace the weights without verifying them. Meanwhile, and if it fails, the engine holds none."""
+        self.drop_weights()
+        manifest = self.receive_weights(weights, step, version)
+        manifest.check_finite()
+        self.state.step, self.state.version = step, version
+        return manifest
 
-    def holds(self) -> tuple[int, int]:
-        """Step and version of the weights it can sample from, or an error."""
-        if self.spent:
+    def drop_weights(self) -> None:
+        """Forget which weights the engine holds: ``generate`` raises until the next ``load_weights``."""
+        self.state.step, self.state.version, self.state.exhausted = None, None, False
+
+    def finish_cycle(self) -> None:
+        """Declare that every rollout of the cycle is sampled, so that the weights are no longer needed."""
+        self.state.exhausted = True
+
+    def require_weights(self) -> tuple[int, int]:
+        """Return step and version of the weights, or raise if there are none to sample from."""
+        if self.state.exhausted:
             raise EngineError("every rollout of this cycle is sampled: the engine waits for the next sync")
-        if self.step is None or self.version is None:
+        if self.state.step is None or self.state.version is None:
             raise NoWeightsError
-        return self.step, self.version
-
-    def prepare(  # noqa: B027
-        self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling
-    ) -> None:
-        """A fit is about to begin: whatever cannot work is refused now.
-
-        Args:
-            tokenizer: The policy's.
-            prompts: Those the run will ask for, up to one pass over all, as far as they are known beforehand.
-            group_size: Completions of each.
-            sampling: How they are drawn.
-        """
-
-    @property
-    def num_without_logprobs(self) -> int:
-        """Completions it may give whose log-probabilities are not known. After ``prepare``."""
-        return 0
+        return self.state.step, self.state.version
 
     def wake(self) -> None:  # noqa: B027
-        """A sync is about to come: it takes the memory for its weights back, which counts to no sync's seconds."""
+        """Take memory for the weights before a sync. Not part of the sync's time."""
 
-    def rest(self) -> None:  # noqa: B027
-        """The trainer is about to update: whatever memory can be spared is given back until the next call."""
-
-    def _replace(self, weights: PolicyWeights, step: int, version: int) -> Sent:
-        """Puts other weights in; while that lasts, and if it fails, the engine holds none."""
-        self.forget()
-        sent = self.receive(weights, version)
-        sent.refuse_noise()
-        self.step, self.version = step, version
-        return sent
+    def sleep(self) -> None:  # noqa: B027
+        """Release as much memory as possible until the next call, because the trainer is about to update."""
 
     @abstractmethod
-    def receive(self, weights: PolicyWeights, version: int) -> Sent:
-        """Takes the tensors in, one after another, through ``Sent.through``."""
+    def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
+        """Copy the tensors in, one at a time, through ``WeightManifest.stream``."""
 
     @abstractmethod
-    def held_checksums(self, sent: Sent) -> dict[str, int]:
-        """Checksums of the engine's own weights, under the policy's names."""
+    def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
+        """Return checksums of the engine's own weights, under the policy's names."""
 
     @abstractmethod
     def held_weights(self) -> dict[str, Tensor]:
-        """The engine's own weights, under the policy's names, in memory of their own."""
+        """Return a copy of the engine's own weights, under the policy's names."""
 
     @abstractmethod
     def held_config(self) -> PretrainedConfig:
-        """Architecture of the model it holds."""
+        """Return the architecture of the model it holds."""
 
     @abstractmethod
     def generate(
@@ -296,12 +314,12 @@ class RolloutEngine(ABC):
         tokenizer: PreTrainedTokenizerBase,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """``num_samples`` completions of each prompt, in the order of the prompts.
+        """Return ``num_samples`` completions of each prompt, in the order of the prompts.
 
-        ``on_group`` is told of each prompt's completions as soon as all of them are there, so that they can be scored
-        while others are still being sampled; once for each prompt, from any thread, in any order.
+        ``on_group`` is called once for each prompt as soon as all its completions are sampled, from any thread and in
+        any order, so that they can be scored while others are still being sampled.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back memory and processes. It can be given weights again afterwards."""
+        """Release memory and processes. The engine can be given weights again afterwards."""

@@ -1,4 +1,4 @@
-"""Where a completion ends, and one that an engine outside gave."""
+"""Completions built from sampled or recorded tokens, and where a completion ends."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.engines.base import EngineFailure, Sampling
+from lgrpo.engines.base import Sampling
+from lgrpo.engines.recovery import EngineFailure
 from lgrpo.types import Completion
 
 
 def eos_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token that ends a sequence: the tokenizer's, and those the model's config names."""
+    """Return every token that ends a sequence, according to the tokenizer and to the model's config."""
     named = config.eos_token_id
     ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
     return {i for i in ids if i is not None}
 
 
-def completion_from(
+def sampled_completion(
     token_ids: list[int],
     logprobs: list[float],
     finish_reason: str | None,
@@ -26,17 +27,15 @@ def completion_from(
     step: int,
     version: int,
 ) -> Completion:
-    """A completion as an engine outside gave it, cut behind the first stop string, refused where it was broken off."""
+    """Return a sampled completion, cut after the first stop string; raise an ``EngineFailure`` if it is incomplete."""
     if finish_reason not in ("stop", "length"):
-        raise EngineFailure(f"a completion was broken off ({finish_reason}) after {len(token_ids)} tokens")
+        raise EngineFailure(f"a completion was aborted ({finish_reason}) after {len(token_ids)} tokens")
     if len(logprobs) != len(token_ids):
         raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     if sampling.stop and any(s in text for s in sampling.stop):
-        kept = next(
-            n for n in range(1, len(token_ids) + 1) if any(s in tokenizer.decode(token_ids[:n]) for s in sampling.stop)
-        )
-        token_ids, logprobs, finish_reason = token_ids[:kept], logprobs[:kept], "stop"
+        length = _length_with_stop(token_ids, sampling.stop, tokenizer)
+        token_ids, logprobs, finish_reason = token_ids[:length], logprobs[:length], "stop"
         text = text_before_stop(tokenizer.decode(token_ids, skip_special_tokens=True), sampling.stop)
     return Completion(
         token_ids=token_ids,
@@ -49,6 +48,22 @@ def completion_from(
 
 
 def text_before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string."""
-    places = [place for s in stop if (place := text.find(s)) >= 0]
-    return text[: min(places)] if places else text
+    """Return the text before the first stop string.
+
+    >>> text_before_stop("4 + 5 = 9. Next", ["Next", "."])
+    '4 + 5 = 9'
+    """
+    starts = [start for s in stop if (start := text.find(s)) >= 0]
+    return text[: min(starts)] if starts else text
+
+
+def _length_with_stop(token_ids: list[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens up to the one that completes a stop string."""
+
+    def has_stop(length: int) -> bool:
+        text = tokenizer.decode(token_ids[:length])
+        return any(s in text for s in stop)
+
+    if not has_stop(len(token_ids) - 1):  # the usual case of an engine that stops by itself
+        return len(token_ids)
+    return next(length for length in range(1, len(token_ids) + 1) if has_stop(length))

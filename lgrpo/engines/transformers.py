@@ -1,4 +1,4 @@
-"""The embedded engine: a lagged copy of the policy, decoded with transformers in the training process."""
+"""The engine that samples with transformers in the training process, from a lagged copy of the policy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from lgrpo.checks import check_range
 from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling
-from lgrpo.engines.completions import eos_ids, text_before_stop
-from lgrpo.engines.ledger import Sent, WeightSyncError
-from lgrpo.functional import named_checksums, quick_products, stream_uniform
+from lgrpo.engines.completions import eos_ids, sampled_completion
+from lgrpo.engines.manifest import WeightManifest, WeightSyncError
+from lgrpo.functional import named_checksums, stream_uniform
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
-_ROOM = 64
-"""Tokens the cache makes room for at a time, and random numbers are drawn for."""
+_BLOCK = 64
+"""Number of tokens by which the cache grows, and for which random numbers are drawn at once."""
 
 
 @final
 class TransformersEngine(RolloutEngine):
-    """Samples with transformers. For CPUs, small models and tests: it needs nothing else, and is exact."""
+    """Samples with transformers: exact, without further dependencies; for CPUs, small models and tests."""
 
     def __init__(
         self,
@@ -41,47 +42,46 @@ class TransformersEngine(RolloutEngine):
         """
         Args:
             max_sequences: Completions decoded at a time.
-            dtype: Of the lagged copy. By default the policy's.
-            trust_remote_code: Let the model's repository run its own code, as for the policy.
+            dtype: Precision of the lagged copy; by default the policy's.
+            trust_remote_code: Whether code of the model's repository may run, as for the policy.
         """
         super().__init__()
-        if max_sequences < 1:
-            raise ValueError(f"max_sequences is {max_sequences}; at least 1 must be decoded at a time")
+        check_range("max_sequences", max_sequences, at_least=1)
         self.max_sequences = max_sequences
         self.dtype = None if dtype is None else getattr(torch, dtype)
         self.trust_remote_code = trust_remote_code
         self._model: PreTrainedModel | None = None
 
     @torch.no_grad()
-    def receive(self, weights: PolicyWeights, version: int) -> Sent:
-        sent, own = Sent(dtype=self.dtype), dict[str, Tensor]()
-        for name, tensor in sent.through(weights, copy=False):
+    def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
+        manifest, own = WeightManifest(dtype=self.dtype), dict[str, Tensor]()
+        for name, tensor in manifest.stream(weights, copy=False):
             if self._model is None:
                 self._model = self._build(weights.config, tensor)
             own = own or self._model.state_dict()
             if name in own:
                 own[name].copy_(tensor)
-        if different := own.keys() ^ sent.shapes.keys():
+        if different := own.keys() ^ manifest.shapes.keys():
             raise WeightSyncError(f"the engine's model and the policy differ in their tensors: {sorted(different)[:3]}")
-        return sent
+        return manifest
 
     def _build(self, config: PretrainedConfig, example: Tensor) -> PreTrainedModel:
-        """A model where one of the tensors is, and in its precision."""
+        """Build a model on the device and in the precision of a tensor."""
         with torch.device(example.device), torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config),  # which would take on the engine's attention, and the policy with it
+                copy.deepcopy(config),  # from_config would change the policy's attention too
                 dtype=example.dtype,
                 attn_implementation="sdpa",
                 trust_remote_code=self.trust_remote_code,
             ).eval()
         return model.requires_grad_(False)
 
-    def held_checksums(self, sent: Sent) -> dict[str, int]:
+    def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
         held = self._held().state_dict()
-        places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in held.items()}
-        first = {place: name for name, place in places.items()}  # a tied head is read once
-        found = named_checksums((name, held[name]) for name in first.values())
-        return {name: found[first[place]] for name, place in places.items()}
+        memory = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in held.items()}
+        names = {key: name for name, key in memory.items()}  # tied weights are read once
+        checksums = named_checksums((name, held[name]) for name in names.values())
+        return {name: checksums[names[key]] for name, key in memory.items()}
 
     def held_weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._held().state_dict().items()}
@@ -90,7 +90,7 @@ class TransformersEngine(RolloutEngine):
         return self._held().config
 
     def _held(self) -> PreTrainedModel:
-        if self._model is None or self.step is None:
+        if self._model is None or self.state.step is None:
             raise NoWeightsError
         return self._model
 
@@ -104,70 +104,69 @@ class TransformersEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        step, version = self.holds()
+        step, version = self.require_weights()
         model, groups = self._held(), dict[int, list[Completion]]()
-        at_a_time = max(1, self.max_sequences // num_samples)
-        with quick_products(model.device, model.dtype):
-            for start in range(0, len(prompts), at_a_time):
-                chunk = prompts[start : start + at_a_time]
-                for place, drawn in _decode(model, chunk, num_samples, sampling, seed, tokenizer):
-                    rows = slice(place * num_samples, (place + 1) * num_samples)
-                    groups[start + place] = drawn.completions(rows, tokenizer, sampling, step, version)
-                    if on_group is not None:
-                        on_group(start + place, groups[start + place])
-        return [groups[place] for place in range(len(prompts))]
+        prompts_at_once = max(1, self.max_sequences // num_samples)
+        for start in range(0, len(prompts), prompts_at_once):
+            chunk = prompts[start : start + prompts_at_once]
+            for index, drawn in _decode(model, chunk, num_samples, sampling, seed, tokenizer):
+                rows = slice(index * num_samples, (index + 1) * num_samples)
+                groups[start + index] = drawn.completions(rows, tokenizer, sampling, step, version)
+                if on_group is not None:
+                    on_group(start + index, groups[start + index])
+        return [groups[index] for index in range(len(prompts))]
 
     def close(self) -> None:
-        self.forget()
+        self.drop_weights()
         self._model = None
 
 
-class _RoomyLayer(DynamicLayer):
-    """Keys and values with room for tokens to come, where transformers' own layer copies them all at every token."""
+class _BlockLayer(DynamicLayer):
+    """Keys and values in memory that grows by blocks; transformers' layer copies everything at every token."""
 
     keys: Tensor
     values: Tensor
-    _room: tuple[Tensor, Tensor] | None = None
+    _storage: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before = self.get_seq_length()
         after = before + key_states.shape[-2]
-        if self._room is None or self._room[0].shape[-2] < after:
-            self._room = _with_room(self.keys, key_states, after), _with_room(self.values, value_states, after)
-        self._room[0][..., before:after, :] = key_states
-        self._room[1][..., before:after, :] = value_states
-        self.keys, self.values = (room[..., :after, :] for room in self._room)
+        if self._storage is None or self._storage[0].shape[-2] < after:
+            self._storage = _grow(self.keys, key_states, after), _grow(self.values, value_states, after)
+        self._storage[0][..., before:after, :] = key_states
+        self._storage[1][..., before:after, :] = value_states
+        self.keys, self.values = (storage[..., :after, :] for storage in self._storage)
         return self.keys, self.values
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._room = None
+        self._storage = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._room = None
+        self._storage = None
 
 
-def _with_room(held: Tensor, states: Tensor, length: int) -> Tensor:
-    """What is held, with place behind it."""
+def _grow(old: Tensor, states: Tensor, length: int) -> Tensor:
+    """Return new storage for at least ``length`` tokens that begins with the old ones."""
     *size, _, width = states.shape
-    room = states.new_empty(*size, length + _ROOM, width)
-    if held.numel():
-        room[..., : held.shape[-2], :] = held
-    return room
+    storage = states.new_empty(*size, length + _BLOCK, width)
+    if old.numel():
+        storage[..., : old.shape[-2], :] = old
+    return storage
 
 
 def _cache(config: PretrainedConfig) -> DynamicCache:
     cache = DynamicCache(config=config)
-    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [_BlockLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 @dataclass(slots=True)
 class _Drawn:
-    """What has been drawn of some completions so far."""
+    """The tokens that have been drawn of some completions."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -175,28 +174,23 @@ class _Drawn:
     finish_reasons: list[Literal["stop", "length"]]
 
     @classmethod
-    def nothing(cls, count: int, max_tokens: int, device: torch.device) -> _Drawn:
+    def empty(cls, count: int, max_tokens: int, device: torch.device) -> _Drawn:
         tokens = torch.zeros(count, max_tokens, dtype=torch.int64, device=device)
         return cls(tokens, torch.zeros_like(tokens, dtype=torch.float32), [0] * count, ["length"] * count)
 
     def completions(
         self, rows: slice, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, step: int, version: int
     ) -> list[Completion]:
-        found = []
-        whole = self.tokens[rows].tolist(), self.logprobs[rows].tolist(), self.lengths[rows], self.finish_reasons[rows]
-        for tokens, logprobs, length, reason in zip(*whole, strict=True):
-            text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
-            found.append(
-                Completion(
-                    token_ids=tokens[:length],
-                    logprobs=logprobs[:length],
-                    text=text_before_stop(text, sampling.stop or []),
-                    finish_reason=reason,
-                    behaviour_step=step,
-                    version=version,
-                )
-            )
-        return found
+        columns = (
+            self.tokens[rows].tolist(),
+            self.logprobs[rows].tolist(),
+            self.lengths[rows],
+            self.finish_reasons[rows],
+        )
+        return [
+            sampled_completion(tokens[:length], logprobs[:length], reason, sampling, tokenizer, step, version)
+            for tokens, logprobs, length, reason in zip(*columns, strict=True)
+        ]
 
 
 def _decode(
@@ -207,12 +201,12 @@ def _decode(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[tuple[int, _Drawn]]:
-    """The place of each prompt, as soon as the last of its rows ends. Siblings share their prompt's run."""
+    """Yield the index of each prompt when its last row ends, and all tokens. Siblings share their prompt's pass."""
     device, eos = model.device, torch.tensor(sorted(eos_ids(model.config, tokenizer)), device=model.device)
     longest = max(len(p.token_ids) for p in prompts)
     tokens = torch.full((len(prompts), longest), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for i, prompt in enumerate(prompts):  # padded on the left, so that all rows go on from the same column
+    for i, prompt in enumerate(prompts):  # padded on the left, so that all rows continue from the same column
         tokens[i, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
         mask[i, longest - len(prompt.token_ids) :] = 1
     tokens, mask = tokens.to(device), mask.to(device)
@@ -230,35 +224,35 @@ def _decode(
     cache.batch_repeat_interleave(num_samples)
     mask = mask.repeat_interleave(num_samples, 0)
     lengths = mask.sum(1)
-    so_far = _Drawn.nothing(len(mask), sampling.max_tokens, device)
+    so_far = _Drawn.empty(len(mask), sampling.max_tokens, device)
     unfinished = [num_samples] * len(prompts)
     alive = torch.arange(len(mask), device=device)
-    is_open = torch.ones(len(mask), dtype=torch.bool, device=device)  # of those alive
+    is_open = torch.ones(len(mask), dtype=torch.bool, device=device)  # of the rows in alive
     prompt_positions = torch.tensor([p.position for p in prompts], device=device).repeat_interleave(num_samples)
     siblings = torch.arange(num_samples, device=device).repeat(len(prompts))
 
     for t in range(sampling.max_tokens):
-        if t % _ROOM == 0:  # for many tokens at once: for each, it would take as long
-            ahead = torch.arange(t, min(t + _ROOM, sampling.max_tokens), device=device)
+        if t % _BLOCK == 0:  # drawing for one token takes as long as for a block
+            ahead = torch.arange(t, min(t + _BLOCK, sampling.max_tokens), device=device)
             uniform = stream_uniform(seed, prompt_positions[alive, None], siblings[alive, None], ahead)
-        drawn, logprobs = draw(logits.float(), sampling, uniform[:, t % _ROOM])
+        drawn, logprobs = draw(logits.float(), sampling, uniform[:, t % _BLOCK])
         so_far.tokens[alive, t], so_far.logprobs[alive, t] = drawn, logprobs
         stops = is_open & _stops(so_far.tokens[:, : t + 1], alive, sampling.stop or [], tokenizer, eos)
         ends = is_open if t + 1 == sampling.max_tokens else stops
         for row, has_stopped in zip(alive[ends].tolist(), stops[ends].tolist(), strict=True):
             so_far.lengths[row], so_far.finish_reasons[row] = t + 1, "stop" if has_stopped else "length"
-            place = row // num_samples
-            unfinished[place] -= 1
-            if unfinished[place] == 0:
-                yield place, so_far
+            index = row // num_samples
+            unfinished[index] -= 1
+            if unfinished[index] == 0:
+                yield index, so_far
         is_open = is_open & ~ends
-        going_on = is_open.nonzero().squeeze(1)
-        if not len(going_on):
+        remaining = is_open.nonzero().squeeze(1)
+        if not len(remaining):
             break
-        if len(going_on) <= len(alive) // 2:  # decode only what is still alive
-            alive, drawn, mask, lengths = alive[going_on], drawn[going_on], mask[going_on], lengths[going_on]
-            is_open, uniform = is_open[going_on], uniform[going_on]
-            cache.batch_select_indices(going_on)
+        if len(remaining) <= len(alive) // 2:  # decode only the rows that are left
+            alive, drawn, mask, lengths = alive[remaining], drawn[remaining], mask[remaining], lengths[remaining]
+            is_open, uniform = is_open[remaining], uniform[remaining]
+            cache.batch_select_indices(remaining)
         if padded:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         logits = model(
@@ -270,7 +264,7 @@ def _decode(
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] drawn from logits [B, V] by inverse transform, and their log-probabilities, truncation included."""
+    """Draw tokens [B] from logits [B, V] by inverse transform; return them and their (truncated) log-probabilities."""
     logprobs = torch.log_softmax(logits if sampling.temperature == 1 else logits / sampling.temperature, dim=-1)
     if sampling.is_truncated:
         ordered, order = logprobs.sort(dim=-1, descending=True)
@@ -279,7 +273,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
         if sampling.top_k:
             keep[:, sampling.top_k :] = False
             ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
-        keep &= ordered.exp().cumsum(-1) - ordered.exp() < sampling.top_p  # the mass before a token is not enough yet
+        keep &= ordered.exp().cumsum(-1) - ordered.exp() < sampling.top_p  # the mass before a token is below top_p
         keep[:, 0] = True
         dropped = torch.empty_like(keep).scatter_(-1, order, ~keep)
         logprobs = logprobs.masked_fill(dropped, -torch.inf).log_softmax(-1)
@@ -290,7 +284,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
 
 
 def _stops(drawn: Tensor, alive: Tensor, stop: list[str], tokenizer: PreTrainedTokenizerBase, eos: Tensor) -> Tensor:
-    """Which of the rows alive end with what was drawn last: an end of sequence, or the last token of a stop string."""
+    """Return which rows in ``alive`` end with the last token: an end of sequence, or the end of a stop string."""
     stops = torch.isin(drawn[alive, -1], eos)
     if stop:
         tail = 4 * max(len(s) for s in stop) + 4  # a character is at most four byte-level tokens

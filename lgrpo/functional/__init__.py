@@ -1,4 +1,4 @@
-"""The mathematics: tensors in, tensors out. Nothing here knows of models, engines or Lightning."""
+"""Mathematics only: tensors in, tensors out, independent of models, engines and Lightning."""
 
 from lgrpo.functional.advantage import (
     adaptive_temperature,
@@ -18,7 +18,7 @@ from lgrpo.functional.checksum import (
     tensor_checksum,
     tensor_checksums,
 )
-from lgrpo.functional.chunks import AT_ONCE, chunks, joined
+from lgrpo.functional.chunks import CHUNK_BYTES, chunks, joined
 from lgrpo.functional.improvement import expected_gain, improvement_bound, improvement_terms
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
@@ -32,10 +32,9 @@ from lgrpo.functional.off_policy import (
 )
 from lgrpo.functional.packed_attention import packed_attention
 from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
-from lgrpo.functional.products import quick_products
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
-    LARGEST_LOG,
+    MAX_LOG_RATIO,
     ClipCentre,
     RatioDenominator,
     clip_band,
@@ -51,8 +50,8 @@ from lgrpo.functional.surrogate import (
 )
 
 __all__ = [
-    "AT_ONCE",
-    "LARGEST_LOG",
+    "CHUNK_BYTES",
+    "MAX_LOG_RATIO",
     "ClipCentre",
     "KLEstimator",
     "RatioDenominator",
@@ -89,7 +88,6 @@ __all__ = [
     "packed_attention",
     "pass_at_k",
     "pinsker",
-    "quick_products",
     "ring",
     "sequence_log_ratio",
     "sequence_mean",

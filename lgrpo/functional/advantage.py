@@ -1,4 +1,4 @@
-"""Advantages of whole groups: rewards of G siblings side by side in, one number for each completion out."""
+"""Advantages: rewards of whole groups in, one number for each completion out."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lgrpo.checks import check_range
+
 
 def grouped(rewards: Tensor, group_size: int) -> Tensor:
-    """Rewards [B] as [P, G].
+    """Reshape rewards [B] to [P, G].
 
     >>> grouped(torch.tensor([1.0, 0.0, 1.0, 1.0]), group_size=2)
     tensor([[1., 0.],
             [1., 1.]])
     """
-    if group_size < 2:
-        raise ValueError(f"group_size is {group_size}, but a group needs at least 2 completions to compare")
+    check_range("group_size", group_size, at_least=2, reason="completions are compared within their group")
     if rewards.ndim != 1 or rewards.shape[0] % group_size:
         raise ValueError(f"rewards of shape {tuple(rewards.shape)} are not whole groups of {group_size}")
     return rewards.view(-1, group_size)
 
 
 def leave_one_out_mean(groups: Tensor) -> Tensor:
-    """For each of [P, G] the mean of its siblings, itself left out (RLOO).
+    """Return, for each of [P, G], the mean of its siblings without itself (RLOO).
 
     >>> leave_one_out_mean(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
     tensor([[0.0000, 0.3333, 0.3333, 0.3333]])
@@ -33,7 +34,7 @@ def leave_one_out_mean(groups: Tensor) -> Tensor:
 
 
 def log_mean_exp(groups: Tensor, temperature: float = 1.0) -> Tensor:
-    """``τ log mean exp(r / τ)`` of each group [P, G], as [P, 1]: the soft maximum that OPMD compares with.
+    """Return ``τ log mean exp(r / τ)`` of each group [P, G], as [P, 1]: the soft maximum of OPMD.
 
     >>> log_mean_exp(torch.tensor([[1.0, 0.0]]))
     tensor([[0.6201]])
@@ -48,7 +49,7 @@ def group_std(
     eps_placement: Literal["inside", "outside"] = "inside",
     unbiased: bool = False,
 ) -> Tensor:
-    """Standard deviation of each group [P, G], as [P, 1], kept away from 0 by ``eps``.
+    """Return the standard deviation of each group [P, G], as [P, 1], kept above 0 by ``eps``.
 
     ``eps`` is added to the variance, inside the root (Mroueh et al.), or to the standard deviation, outside it (TRL,
     with ``unbiased=True``).
@@ -66,7 +67,7 @@ def group_std(
 
 
 def bernoulli_std(groups: Tensor, smoothing: float = 1.0) -> Tensor:
-    """``√(p (1 - p))`` of each group [P, G] of rewards in [0, 1], as [P, 1], from p smoothed towards a half.
+    """Return ``√(p (1 - p))`` of each group [P, G] of rewards in [0, 1], as [P, 1], with p smoothed towards ½.
 
     >>> bernoulli_std(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
     tensor([[0.4714]])
@@ -76,9 +77,9 @@ def bernoulli_std(groups: Tensor, smoothing: float = 1.0) -> Tensor:
 
 
 def drop_negatives(groups: Tensor, draws: Tensor) -> Tensor:
-    """[P, G] bool: who stays where a group's negatives (below its mean) may not outnumber its positives (RED-Drop).
+    """Return which of [P, G] to keep so that a group has no more negatives (below its mean) than positives (RED-Drop).
 
-    Surplus negatives go in the order of ``draws``, a random number for each completion.
+    Negatives are kept in the order of ``draws``, a random number for each completion.
 
     >>> groups = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
     >>> drop_negatives(groups, torch.tensor([[0.1, 0.9, 0.2, 0.5], [0.1, 0.2, 0.3, 0.4]]))
@@ -86,16 +87,16 @@ def drop_negatives(groups: Tensor, draws: Tensor) -> Tensor:
             [ True,  True,  True,  True]])
     """
     centred = groups - groups.mean(1, keepdim=True)
-    tolerance = 1e-6 * groups.abs().amax(1, keepdim=True)  # a mean of equals is rounded
+    tolerance = 1e-6 * groups.abs().amax(1, keepdim=True)  # the mean of equal numbers is rounded
     negative, positive = centred < -tolerance, centred > tolerance
-    rank = torch.where(negative, draws, torch.inf).argsort(1).argsort(1)  # of the negatives among themselves
+    rank = torch.where(negative, draws, torch.inf).argsort(1).argsort(1)  # rank of each negative in its group
     return ~negative | (rank < positive.sum(1, keepdim=True))
 
 
 def adaptive_temperature(advantages: Tensor, lengths: Tensor, least: float = 0.8) -> float:
-    """T with ``Σ n A exp(A / T) = 0`` over completions of n tokens, by bisection; at least ``least``.
+    """Return T with ``Σ n A exp(A / T) = 0`` over completions of n tokens, by bisection; at least ``least``.
 
-    The sum falls as T grows. Where it is above 0 at T = ∞ already, that is the answer: nothing is reweighted.
+    The sum falls as T grows. If it is not below 0 at T = ∞, the result is ∞: nothing is reweighted.
 
     >>> advantages, lengths = torch.tensor([0.5, -0.5]), torch.tensor([10.0, 20.0])
     >>> round(adaptive_temperature(advantages, lengths), 3)  # 10 e^(0.5/T) = 20 e^(-0.5/T)
@@ -117,9 +118,9 @@ def adaptive_temperature(advantages: Tensor, lengths: Tensor, least: float = 0.8
 
 
 def has_reward_variance(rewards: Tensor, group_size: int, tolerance: float = 1e-6) -> Tensor:
-    """[B] bool: the rewards of this completion's group differ by more than ``tolerance``.
+    """Return, as [B] bool, whether the rewards of a completion's group differ by more than ``tolerance``.
 
-    The test is on the spread of the raw rewards, not on a standard deviation, whose rounding depends on their size.
+    It compares the range of the raw rewards, because the rounding of a standard deviation depends on their size.
 
     >>> has_reward_variance(torch.tensor([1.0, 1.0, 0.0, 1.0]), group_size=2)
     tensor([False, False,  True,  True])

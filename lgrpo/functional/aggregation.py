@@ -1,4 +1,4 @@
-"""From a loss per token to one number. The denominator is given: it belongs to the whole optimizer step."""
+"""Aggregation of a loss per token to a scalar. The denominator belongs to the whole optimizer step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def token_mean(values: Tensor, mask: Tensor, num_tokens: float | Tensor) -> Tensor:
-    """Sum over the tokens of ``mask``, over the tokens of the step. 0 where there are none.
+    """Divide the sum over the tokens of ``mask`` by the tokens of the step; 0 if there are none.
 
     >>> values = torch.tensor([[1.0, 2.0], [3.0, 9.0]])
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -18,7 +18,7 @@ def token_mean(values: Tensor, mask: Tensor, num_tokens: float | Tensor) -> Tens
 
 
 def sequence_mean(values: Tensor, mask: Tensor, lengths: Tensor, num_sequences: float | Tensor) -> Tensor:
-    """Each row's sum over its own length, then the mean over the sequences of the step.
+    """Divide each row's sum by its length, then average over the sequences of the step.
 
     >>> values = torch.tensor([[1.0, 2.0], [3.0, 9.0]])
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -30,7 +30,7 @@ def sequence_mean(values: Tensor, mask: Tensor, lengths: Tensor, num_sequences: 
 
 
 def constant_sum(values: Tensor, mask: Tensor, constant: float) -> Tensor:
-    """Sum over the tokens of ``mask``, over a number that does not depend on the data (Dr. GRPO: B · longest length).
+    """Divide the sum over the tokens of ``mask`` by a constant (Dr. GRPO: B · longest allowed length).
 
     >>> constant_sum(torch.tensor([[1.0, 2.0]]), torch.tensor([[True, True]]), constant=10.0)
     tensor(0.3000)

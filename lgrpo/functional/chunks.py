@@ -1,4 +1,4 @@
-"""Many tensors, some of them at a time."""
+"""Chunks of named tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-AT_ONCE = 2**28
-"""Bytes a GPU works on together: with a tensor at a time, to start takes longer than to finish."""
+CHUNK_BYTES = 2**28
+"""Bytes a GPU processes together: tensor by tensor, launching a kernel would take longer than running it."""
 
 
 def chunks(
     tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 2**30, dtype: torch.dtype | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Named tensors, about a gigabyte at a time: never a second copy of the whole. With a ``dtype``, bytes as of that.
+    """Yield named tensors in chunks of about ``num_bytes``, counted in ``dtype`` if given.
 
     >>> import torch
     >>> [list(chunk) for chunk in chunks([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(2))], 16)]
@@ -25,7 +25,7 @@ def chunks(
     for name, tensor in tensors:
         chunk[name] = tensor
         size += tensor.numel() * (dtype or tensor.dtype).itemsize
-        del tensor  # whoever takes the chunk decides how long it stays
+        del tensor  # only the chunk keeps the tensor alive
         if size >= num_bytes:
             yield chunk
             chunk, size = {}, 0
@@ -34,7 +34,7 @@ def chunks(
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dimension as one, where the first of them is.
+    """Concatenate tensors of one dimension on the device of the first.
 
     >>> import torch
     >>> joined([torch.tensor([1, 2]), torch.tensor([3])]).tolist()

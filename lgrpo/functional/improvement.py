@@ -1,7 +1,7 @@
-"""The terms of Mroueh et al.'s Theorem 1, one number for each prompt, from a group of samples of α.
+"""Terms of Mroueh et al.'s Theorem 1 for each prompt, estimated from a group of samples of α.
 
 With ρ = π(y)/α(y) of whole completions, s the standard deviation of the reward under α and rewards in [0, 1]:
-``J(π) - J(π_k) ≥ L_α(π) - c (1 - s)/s TV(π, α) - c TV(π_k, α)``, where c is 2 as stated and 1 is valid too, and
+``J(π) - J(π_k) ≥ L_α(π) - c (1 - s)/s TV(π, α) - c TV(π_k, α)``, where c is 2 as stated (1 is also valid), and
 ``s L_α(π) = J(π) - J(α)`` exactly.
 """
 
@@ -15,7 +15,7 @@ from lgrpo.functional.off_policy import k3_of_ratio, pinsker, total_variation
 
 
 def expected_gain(log_ratio: Tensor, rewards: Tensor) -> Tensor:
-    """J(π) - J(α) of each prompt, [P], from the completions of its group, [P, G]: the sample covariance of ρ and r.
+    """Return J(π) - J(α) of each prompt, [P], from its group, [P, G]: the sample covariance of ρ and r.
 
     Since the mean of ρ is 1, ``E ρ r - E r = Cov(ρ, r)``; divided by G - 1 the estimate is unbiased. A group whose
     rewards are all equal gives 0.
@@ -28,7 +28,7 @@ def expected_gain(log_ratio: Tensor, rewards: Tensor) -> Tensor:
 
 
 def improvement_bound(surrogate: Tensor, scale: Tensor, tv: Tensor, tv_proximal: Tensor, factor: float = 2.0) -> Tensor:
-    """The right side of the theorem, for J(π) - J(π_k): ``L_α - c (1 - s)/s TV(π, α) - c TV(π_k, α)``.
+    """Return the lower bound of J(π) - J(π_k): ``L_α - c (1 - s)/s TV(π, α) - c TV(π_k, α)``.
 
     >>> terms = torch.tensor([0.2]), torch.tensor([0.5]), torch.tensor([0.05]), torch.tensor([0.0])
     >>> improvement_bound(*terms), improvement_bound(*terms, factor=1.0)
@@ -40,10 +40,10 @@ def improvement_bound(surrogate: Tensor, scale: Tensor, tv: Tensor, tv_proximal:
 def improvement_terms(
     log_ratio: Tensor, proximal_log_ratio: Tensor, rewards: Tensor, eps: float = 1e-4
 ) -> dict[str, Tensor]:
-    """Every term of the theorem for each prompt, [P], from log π/α, log π_k/α and rewards of its group, [P, G].
+    """Return every term of the theorem for each prompt, [P], from log π/α, log π_k/α and rewards of its group, [P, G].
 
-    s is estimated twice: as the group's own deviation (``s``), and as √(p(1 - p) + eps) with p smoothed towards a half
-    (``s_bernoulli``). Names with ``_pinsker`` have the total variation by Pinsker's inequality instead of ½ E|ρ - 1|.
+    s is estimated twice: as the group's standard deviation (``s``), and as √(p(1 - p) + eps) with p smoothed towards ½
+    (``s_bernoulli``). Names with ``_pinsker`` use Pinsker's inequality for the total variation instead of ½ E|ρ - 1|.
 
     >>> terms = improvement_terms(torch.tensor([[1.2, 0.8]]).log(), torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
     >>> {name: round(terms[name].item(), 3) for name in ("gain", "s", "coefficient", "tv", "bound_2", "bound_1")}

@@ -7,16 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lgrpo.functional.surrogate import LARGEST_LOG
+from lgrpo.functional.surrogate import MAX_LOG_RATIO
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_divergence(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """With d = log π_θ - log π_ref: ``k1 = d``, ``k2 = d²/2``, ``k3 = e^{-d} + d - 1``.
+    """Return, with d = log π_θ - log π_ref, ``k1 = d``, ``k2 = d²/2`` or ``k3 = e^{-d} + d - 1``.
 
-    k1 and k3 are unbiased on-policy; k2 and k3 are never negative. In k3 a token that the policy has all but given up
-    counts e^20, no more.
+    k1 and k3 are unbiased on-policy; k2 and k3 are never negative. In k3 the exponential is at most e^20, which matters
+    for tokens of almost zero probability.
 
     >>> policy, reference = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -1.0])
     >>> for name in ("k1", "k2", "k3"):
@@ -31,5 +31,5 @@ def kl_divergence(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator
     if estimator == "k2":
         return d.square() / 2
     if estimator == "k3":
-        return torch.exp((-d).clamp(max=LARGEST_LOG)) + d - 1
+        return torch.exp((-d).clamp(max=MAX_LOG_RATIO)) + d - 1
     raise ValueError(f"KL estimator {estimator!r} is not one of k1, k2, k3")

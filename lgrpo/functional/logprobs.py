@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, without ever holding all logits."""
+"""Log-probabilities and entropies of tokens, without keeping all logits in memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def token_logprobs(
     entropy_gradient: bool = False,
     compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log-softmax(logits / T) at the targets, and the entropy of that distribution. Both float32, shape of targets.
+    """Return log-softmax(logits / T) at the targets, and the entropy of the distribution; float32, shape of targets.
 
-    The entropy carries a gradient only where it is asked for. With ``compile`` a pass over the logits is one kernel.
+    The entropy has a gradient only with ``entropy_gradient``. With ``compile`` a pass over the logits is one kernel.
 
     >>> logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
     >>> logprobs, entropy = token_logprobs(logits, torch.tensor([1]))
@@ -36,7 +36,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits as they are, in their own precision, and reads them once in each direction."""
+    """Keeps the logits in their precision and reads them once in each direction."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, compile: bool) -> tuple[Tensor, Tensor]:
@@ -50,48 +50,48 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits, targets, normaliser = ctx.saved_tensors
-        slope = _compiled(_slope) if ctx.compile else _slope_in_place
-        return slope(logits, targets, normaliser, gradient, ctx.temperature), None, None, None
+        function = _compiled(_gradient) if ctx.compile else _gradient_in_place
+        return function(logits, targets, normaliser, gradient, ctx.temperature), None, None, None
 
 
 def _read(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, and what the logits are normalised by."""
+    """Return log-probabilities, entropies and the normalisers of the logits."""
     scaled = _scaled(logits, temperature)
     largest = scaled.amax(-1)
-    weights = (scaled - largest.unsqueeze(-1)).exp_()  # in place: in new memory a pass takes twice as long
+    weights = (scaled - largest.unsqueeze(-1)).exp_()  # in place: with new memory it takes twice as long
     total = weights.sum(-1)
     normaliser = largest + total.log()
-    entropy = normaliser - weights.mul_(scaled).sum(-1) / total  # beside the other sum, in the same pass
+    entropy = normaliser - weights.mul_(scaled).sum(-1) / total  # in the same pass as the other sum
     return scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser, entropy, normaliser
 
 
-def _slope(logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float) -> Tensor:
-    """Gradient with respect to the logits, for a compiler to make one kernel of."""
+def _gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float) -> Tensor:
+    """Return the gradient with respect to the logits, written so that it compiles to one kernel."""
     probabilities = (_scaled(logits, temperature) - normaliser.unsqueeze(-1)).exp()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets.unsqueeze(-1)
-    slope = (is_target.float() - probabilities) * (gradient / temperature).unsqueeze(-1)
-    return slope.to(logits.dtype)
+    result = (is_target.float() - probabilities) * (gradient / temperature).unsqueeze(-1)
+    return result.to(logits.dtype)
 
 
-def _slope_in_place(
+def _gradient_in_place(
     logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float
 ) -> Tensor:
-    """The same numbers, in the memory of one tensor."""
+    """Return the same as ``_gradient``, in the memory of one tensor."""
     scaled, normaliser = _scaled(logits, temperature), normaliser.unsqueeze(-1)
-    slope = (scaled - normaliser if scaled is logits else scaled.sub_(normaliser)).exp_()
-    places = targets.unsqueeze(-1)
-    slope.scatter_add_(-1, places, slope.new_full((), -1.0).expand(places.shape))
-    return slope.mul_((gradient / -temperature).unsqueeze(-1)).to(logits.dtype)
+    result = (scaled - normaliser if scaled is logits else scaled.sub_(normaliser)).exp_()
+    index = targets.unsqueeze(-1)
+    result.scatter_add_(-1, index, result.new_full((), -1.0).expand(index.shape))
+    return result.mul_((gradient / -temperature).unsqueeze(-1)).to(logits.dtype)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """In float32; the logits themselves where nothing is to be done."""
+    """Return logits / T in float32; the logits themselves if nothing changes."""
     return logits.float() if temperature == 1 else logits.float() / temperature
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One graph for chunks as long as the first and one for any other length; the vocabulary is a constant in both."""
+    """Compile a function: one graph for the length of the first chunk, one for all others, both for one vocabulary."""
     return torch.compile(function)
 
 
@@ -104,10 +104,10 @@ def chunked_token_logprobs(
     entropy_gradient: bool = False,
     compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``token_logprobs(head(hidden), targets)`` for hidden [N, H], holding logits of ``chunk_size`` tokens at a time.
+    """Return ``token_logprobs(head(hidden), targets)`` for hidden [N, H], with logits of one chunk at a time.
 
-    The last chunk's logits are kept for the backward pass, which computes those of the others again: so the peak is one
-    chunk there too. What does not fill a chunk comes first.
+    The last chunk's logits are kept for the backward pass, which recomputes those of the others, so its peak is one
+    chunk too. The chunk with fewer than ``chunk_size`` tokens comes first.
 
     >>> hidden, head = torch.eye(3), torch.nn.Linear(3, 3, bias=False)
     >>> whole = token_logprobs(head(hidden), torch.tensor([0, 1, 2]))[0]
@@ -119,11 +119,11 @@ def chunked_token_logprobs(
         return token_logprobs(head(h), t, temperature, entropy_gradient, compile)
 
     whole, rest = divmod(len(hidden), chunk_size)
-    if not whole + rest:  # no tokens: still part of the graph
+    if not whole + rest:  # no tokens, but still part of the graph
         return hidden.sum(-1).float(), hidden.new_zeros(0, dtype=torch.float32)
     sizes = [rest] * bool(rest) + [chunk_size] * whole
     *others, last = zip(hidden.split(sizes), targets.split(sizes), strict=True)
-    again = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
-    pieces = [*(again(h, t) for h, t in others), chunk(*last)]
+    recomputed = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
+    pieces = [*(recomputed(h, t) for h, t in others), chunk(*last)]
     logprobs, entropies = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

@@ -1,25 +1,25 @@
-"""How far a policy has moved from the one that sampled, by the ratios of whole completions."""
+"""Divergences of the policy from the behaviour policy, from ratios of whole completions."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lgrpo.functional.surrogate import LARGEST_LOG
+from lgrpo.functional.surrogate import MAX_LOG_RATIO
 
 
 def completion_log_ratio(log_ratio: Tensor, completion_mask: Tensor) -> Tensor:
-    """log π(y)/α(y) of each completion, [B] float64: the sum over its tokens, at most ±20.
+    """Return log π(y)/α(y) of each completion, [B] float64: the sum over its tokens, limited to ±20.
 
     >>> completion_log_ratio(torch.tensor([[9.0, 0.5, -0.25]]), torch.tensor([[False, True, True]]))
     tensor([0.2500], dtype=torch.float64)
     """
     total = torch.where(completion_mask, log_ratio.double(), 0.0).sum(1)
-    return total.clamp(-LARGEST_LOG, LARGEST_LOG)
+    return total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k3_of_ratio(log_ratio: Tensor) -> Tensor:
-    """``ρ - 1 - log ρ``: on samples of α its mean estimates KL(α ‖ π), as that of ``-log ρ`` does; never negative.
+    """Return ``ρ - 1 - log ρ``, which is never negative; its mean over samples of α estimates KL(α ‖ π).
 
     >>> k3_of_ratio(torch.tensor([0.0, 0.5, -0.5]))
     tensor([0.0000, 0.1487, 0.1065])
@@ -28,7 +28,7 @@ def k3_of_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def pinsker(kl: Tensor) -> Tensor:
-    """The most that the total variation can be at a KL divergence: ``√(KL / 2)``.
+    """Return the upper bound of the total variation for a KL divergence: ``√(KL / 2)``.
 
     >>> pinsker(torch.tensor([0.0, 0.02]))
     tensor([0.0000, 0.1000])
@@ -37,7 +37,7 @@ def pinsker(kl: Tensor) -> Tensor:
 
 
 def total_variation(log_ratio: Tensor) -> Tensor:
-    """``½ |ρ - 1|``: on samples of α its mean estimates TV(π, α), half the L1 distance.
+    """Return ``½ |ρ - 1|``; its mean over samples of α estimates TV(π, α), half the L1 distance.
 
     >>> total_variation(torch.tensor([1.2, 0.8]).log())
     tensor([0.1000, 0.1000])
@@ -46,7 +46,7 @@ def total_variation(log_ratio: Tensor) -> Tensor:
 
 
 def effective_sample_size(log_ratio: Tensor) -> Tensor:
-    """``(Σ ρ)² / (n Σ ρ²)``: the share of n samples of α that are worth as much as so many of π's own; 1 where π is α.
+    """Return ``(Σ ρ)² / (n Σ ρ²)``: the fraction of the n samples of α that counts as samples of π; 1 if π is α.
 
     >>> effective_sample_size(torch.zeros(4)), effective_sample_size(torch.tensor([0.0, 0.0, 9.0, 0.0]))
     (tensor(1.), tensor(0.2502))
@@ -55,7 +55,7 @@ def effective_sample_size(log_ratio: Tensor) -> Tensor:
 
 
 def chi_squared(log_ratio: Tensor) -> Tensor:
-    """``(ρ - 1)²``: on samples of α its mean estimates χ²(π ‖ α), the variance of the ratio.
+    """Return ``(ρ - 1)²``; its mean over samples of α estimates χ²(π ‖ α), the variance of the ratio.
 
     >>> chi_squared(torch.tensor([1.2, 0.8]).log())
     tensor([0.0400, 0.0400])

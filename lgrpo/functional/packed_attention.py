@@ -1,4 +1,4 @@
-"""Causal attention over sequences that lie behind one another, without padding between them."""
+"""Causal attention over packed sequences, without padding between them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
-_KNOWS_WINDOWS = "window_size" in inspect.signature(varlen.varlen_attn).parameters  # older ones have is_causal
+_HAS_WINDOW_SIZE = "window_size" in inspect.signature(varlen.varlen_attn).parameters  # older versions have is_causal
 
 
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attention of each token to those before it in its own sequence; [N, heads, D] in and out.
+    """Compute the attention of each token to its predecessors in its sequence; [N, heads, D] in and out.
 
-    ``bounds`` [B + 1] int32 are the places where sequences begin, and N; ``longest`` is the length of the longest.
-    ``window`` is how many tokens, its own included, one sees at most. Fewer heads of keys and values are shared.
+    ``bounds`` [B + 1] int32 are the offsets at which sequences begin, and N; ``longest`` is the length of the longest.
+    ``window`` is the largest number of tokens, itself included, that a token attends to. Keys and values may have fewer
+    heads, which are shared.
 
     >>> q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
     >>> both = packed_attention(q, k, v, torch.tensor([0, 2, 5], dtype=torch.int32), 3, 0.5)
@@ -38,28 +39,28 @@ def packed_attention(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """By torch's kernel for variable lengths."""
-    siblings = query.shape[1] // key.shape[1]
-    if siblings > 1:
-        key, value = key.repeat_interleave(siblings, 1), value.repeat_interleave(siblings, 1)
-    how: dict[str, Any] = {"is_causal": True}
-    if _KNOWS_WINDOWS:
-        how = {"window_size": (-1 if window is None else window - 1, 0)}
+    """Use torch's kernel for variable lengths."""
+    heads_per_key = query.shape[1] // key.shape[1]
+    if heads_per_key > 1:
+        key, value = key.repeat_interleave(heads_per_key, 1), value.repeat_interleave(heads_per_key, 1)
+    options: dict[str, Any] = {"is_causal": True}
+    if _HAS_WINDOW_SIZE:
+        options = {"window_size": (-1 if window is None else window - 1, 0)}
     elif window is not None and window < longest:
         return _padded(query, key, value, bounds, longest, scale, window)
-    return varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, **how)  # type: ignore[return-value]
+    return varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, **options)  # type: ignore[return-value]
 
 
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """By torch's own attention, on sequences padded for the time being."""
+    """Use torch's attention on temporarily padded sequences."""
     column = torch.arange(longest, device=query.device)
     count, size = len(bounds) - 1, query.shape[0]
     if is_ragged := size != count * longest:
         starts, lengths = bounds[:-1].long(), bounds.diff().long()
-        places = torch.where(column < lengths[:, None], starts[:, None] + column, 0)
-        query, key, value = (states[places] for states in (query, key, value))
+        indices = torch.where(column < lengths[:, None], starts[:, None] + column, 0)
+        query, key, value = (states[indices] for states in (query, key, value))
     else:
         query, key, value = (states.unflatten(0, (count, longest)) for states in (query, key, value))
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
@@ -74,6 +75,6 @@ def _padded(
     attended = attended.transpose(1, 2).flatten(0, 1)
     if not is_ragged:
         return attended
-    token = torch.arange(size, device=query.device)  # by places, not by a mask: their number is known when compiling
+    token = torch.arange(size, device=query.device)  # by index, not by a mask: a compiler knows their number
     row = torch.searchsorted(bounds[1:].long(), token, right=True)
     return attended[row * longest + token - starts[row]]

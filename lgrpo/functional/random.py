@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key and nothing else: not on a batch, a rank, or global random state."""
+"""Random numbers that depend only on a key, not on the batch, the rank or global random state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of a signed 64-bit integer."""
+    """Shift a signed 64-bit integer without sign extension."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser; int64 products wrap around as they should."""
+    """Apply SplitMix64's finaliser; int64 products wrap around as required."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -31,7 +31,7 @@ def _stream(seed: int, *key: Tensor | int) -> Tensor:
 
 
 def stream_seed(seed: int, position: int) -> int:
-    """A seed of 62 bits for a prompt's siblings, who take the numbers from it on: no two prompts come near each other.
+    """Return a seed of 62 bits for a prompt, whose siblings use consecutive seeds; seeds of two prompts are far apart.
 
     >>> stream_seed(0, 1) == stream_seed(0, 1), abs(stream_seed(0, 1) - stream_seed(0, 2)) > 1_000_000
     (True, True)
@@ -40,9 +40,9 @@ def stream_seed(seed: int, position: int) -> int:
 
 
 def stream_uniform(seed: int, *key: Tensor | int) -> Tensor:
-    """Uniform numbers in [0, 1), float64, one for each element of the broadcast ``key``.
+    """Return uniform numbers in [0, 1), float64, one for each element of the broadcast ``key``.
 
-    An engine calls it with (position of the prompt, index among its siblings, index of the token).
+    An engine calls it with (position of the prompt, index of the sibling, index of the token).
 
     >>> both = stream_uniform(0, torch.tensor([5, 6]), 1)
     >>> alone = stream_uniform(0, torch.tensor([6]), 1)

@@ -1,4 +1,4 @@
-"""The ratio of two policies and the clipped surrogate around it."""
+"""Ratios of two policies, clipped surrogates and gates."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LARGEST_LOG = 20.0
-"""Beyond this a log-ratio counts as this: e^20 is half a billion, and e^100 would be infinite, its gradient NaN."""
+MAX_LOG_RATIO = 20.0
+"""Limit of log-ratios: e^20 is half a billion; e^100 would be infinite in float32, and its gradient NaN."""
 
 RatioDenominator = Literal["behaviour", "proximal", "none"]
 ClipCentre = Literal["one", "proximal", "proximal_multiplicative"]
@@ -20,7 +20,7 @@ def log_ratio(
     proximal_logprobs: Tensor | None = None,
     denominator: RatioDenominator = "behaviour",
 ) -> Tensor:
-    """log of π_θ over the chosen policy, per token; ``none`` is π_θ over itself: 1, with the gradient of log π_θ.
+    """Return log π_θ/π of the chosen policy, per token; ``none`` is π_θ/π_θ = 1, with the gradient of log π_θ.
 
     >>> policy, behaviour = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
     >>> log_ratio(policy, behaviour)
@@ -40,7 +40,7 @@ def log_ratio(
 
 
 def sequence_log_ratio(log_ratio: Tensor, completion_mask: Tensor, geometric: bool = True) -> Tensor:
-    """log of a whole completion's ratio at each of its tokens: the mean of the tokens' (geometric), or their sum.
+    """Return a completion's log-ratio at each of its tokens: the mean over its tokens (geometric), or their sum.
 
     >>> log_ratios = torch.tensor([[0.0, 0.2, 0.4]])
     >>> sequence_log_ratio(log_ratios, torch.tensor([[False, True, True]]))
@@ -55,7 +55,7 @@ def sequence_log_ratio(log_ratio: Tensor, completion_mask: Tensor, geometric: bo
 def clip_centre(
     log_ratio: Tensor, behaviour_logprobs: Tensor, proximal_logprobs: Tensor | None, centre: ClipCentre
 ) -> Tensor:
-    """Where the band of the clip lies: 1, or π_k/α (Mroueh et al., equation 6).
+    """Return the centre of the clip's band: 1, or π_k/α (Mroueh et al., equation 6).
 
     >>> clip_centre(torch.zeros(2), torch.zeros(2), torch.tensor([0.0, 0.5]), "proximal")
     tensor([1.0000, 1.6487])
@@ -68,7 +68,7 @@ def clip_centre(
 
 
 def clip_band(centre: Tensor, clip_low: float, clip_high: float, multiplicative: bool = False) -> tuple[Tensor, Tensor]:
-    """Lower and upper edge: ``max(c - low, 0), c + high``, or ``c (1 - low), c (1 + high)``.
+    """Return the lower and upper edge: ``max(c - low, 0), c + high``, or ``c (1 - low), c (1 + high)``.
 
     >>> clip_band(torch.tensor([1.0, 0.1]), 0.2, 0.2)
     (tensor([0.8000, 0.0000]), tensor([1.2000, 0.3000]))
@@ -81,7 +81,7 @@ def clip_band(centre: Tensor, clip_low: float, clip_high: float, multiplicative:
 
 
 def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """``min(ρA, clip(ρ, low, high) A)`` per token: the part of the objective that never rewards leaving the band.
+    """Return ``min(ρA, clip(ρ, low, high) A)`` per token, which never rewards leaving the band.
 
     >>> clipped_surrogate(torch.tensor([1.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, -1.0]), 0.8, 1.2)
     tensor([ 1.2000,  0.5000, -0.8000])
@@ -91,7 +91,7 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: Tensor | float, hig
 
 
 def outside_band(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Two bool tensors: tokens without gradient because they left the band downwards, and upwards.
+    """Return two bool tensors: tokens without gradient because they left the band downwards, and upwards.
 
     >>> outside_band(torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1.0, -1.0, -1.0]), 0.8, 1.2)
     (tensor([False, False,  True]), tensor([ True, False, False]))
@@ -100,7 +100,7 @@ def outside_band(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Te
 
 
 def one_side(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """Keeps a token unless the ratio left the band on the side its advantage pushes to, as the min-clip does.
+    """Keep a token unless its ratio left the band on the side its advantage pushes to, as the min-clip does.
 
     >>> one_side(torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.8, 1.2)
     tensor([False,  True,  True, False])
@@ -109,7 +109,7 @@ def one_side(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor
 
 
 def two_side(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """Keeps a token inside the band.
+    """Keep a token inside the band.
 
     >>> two_side(torch.tensor([0.5, 1.0, 1.5]), 0.8, 1.2)
     tensor([False,  True, False])
@@ -118,7 +118,7 @@ def two_side(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor
 
 
 def ring(ratio: Tensor, advantage: Tensor, low: float, high: float, outer_low: float, outer_high: float) -> Tensor:
-    """Keeps a token inside the band, and one far outside on the side from which its advantage pulls it back.
+    """Keep a token inside the band, and one far outside whose advantage pulls it back.
 
     >>> ring(torch.tensor([0.3, 0.7, 1.0, 1.5, 4.0]), torch.tensor(1.0), 0.8, 1.2, 0.4, 3.0)
     tensor([ True, False,  True, False, False])
@@ -130,9 +130,9 @@ def ring(ratio: Tensor, advantage: Tensor, low: float, high: float, outer_low: f
 
 
 def within_second_moment(log_ratio: Tensor, advantage: Tensor, mask: Tensor, limit: float) -> Tensor:
-    """Keeps tokens so that the mean of ``(log ρ)²`` over the harmful ones stays within ``limit`` (M2PO).
+    """Keep tokens so that the mean of ``(log ρ)²`` over the harmful ones is at most ``limit`` (M2PO).
 
-    Harmful are those of ``mask`` whose ratio already lies where the advantage pushes to; the largest go first.
+    A token of ``mask`` is harmful if its ratio already is on the side its advantage pushes to; the largest are dropped.
 
     >>> log_ratio = torch.tensor([0.1, 0.9, -0.9, 0.2])
     >>> within_second_moment(log_ratio, torch.ones(4), torch.ones(4, dtype=torch.bool), limit=0.04)
@@ -142,7 +142,7 @@ def within_second_moment(log_ratio: Tensor, advantage: Tensor, mask: Tensor, lim
     squares, order = log_ratio[harmful].square().sort()
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
     kept = torch.empty_like(order, dtype=torch.bool)
-    kept[order] = means <= limit  # means of a sorted sequence rise: a prefix is kept
+    kept[order] = means <= limit  # the means of a sorted sequence rise, so a prefix is kept
     keeps = torch.ones_like(harmful)
     keeps[harmful] = kept
     return keeps

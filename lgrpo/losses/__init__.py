@@ -1,4 +1,4 @@
-"""What the gradient is taken of: a PolicyLoss and the small parts it is assembled from."""
+"""Policy losses, and the parts from which ``ComposedLoss`` is assembled."""
 
 from lgrpo.losses.aggregation import Aggregation, ConstantSum, SequenceMean, TokenMean
 from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss

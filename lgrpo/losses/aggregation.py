@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number, and what it is divided by."""
+"""Aggregations: from the losses of tokens to a scalar."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal, final
 
 from torch import Tensor
 
+from lgrpo.checks import check_range
 from lgrpo.functional import constant_sum, sequence_mean, token_mean
 from lgrpo.losses.terms import check_choice
 from lgrpo.types import RolloutBatch
@@ -15,21 +16,21 @@ Over = Literal["all", "live"]
 
 
 class Aggregation(ABC):
-    """From [B, T] to a scalar: this micro-batch's share of the optimizer step."""
+    """Maps losses [B, T] of a micro-batch to its part of the loss of the optimizer step."""
 
     @abstractmethod
     def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:
-        """Only tokens of ``batch.loss_mask`` count in the sum."""
+        """Return a scalar; only tokens of ``batch.loss_mask`` count in the sum."""
 
 
 @final
 class TokenMean(Aggregation):
-    """The mean over the tokens of the whole optimizer step."""
+    """Mean over the tokens of the whole optimizer step."""
 
     def __init__(self, over: Over = "all") -> None:
         """
         Args:
-            over: Divide by all sampled tokens, masked groups included, or only by the live ones.
+            over: Tokens to divide by: ``all`` sampled ones, masked groups included, or only the ``live`` ones.
         """
         check_choice("over", over, ("all", "live"))
         self.over = over
@@ -41,12 +42,12 @@ class TokenMean(Aggregation):
 
 @final
 class SequenceMean(Aggregation):
-    """The mean over a sequence's tokens, then the mean over the sequences of the whole optimizer step."""
+    """Mean over a sequence's tokens, then mean over the sequences of the whole optimizer step."""
 
     def __init__(self, over: Over = "all") -> None:
         """
         Args:
-            over: Count all sampled tokens and sequences, or only the live ones.
+            over: Tokens and sequences to divide by: ``all`` sampled ones, or only the ``live`` ones.
         """
         check_choice("over", over, ("all", "live"))
         self.over = over
@@ -61,15 +62,15 @@ class SequenceMean(Aggregation):
 
 @final
 class ConstantSum(Aggregation):
-    """The sum over tokens, over a constant that does not depend on what was sampled (Dr. GRPO)."""
+    """Sum over tokens, divided by a constant that does not depend on the samples (Dr. GRPO)."""
 
     def __init__(self, constant: float | None = None) -> None:
         """
         Args:
-            constant: By default the completions in an optimizer step times the longest completion allowed.
+            constant: Divisor; the default is the completions in an optimizer step times the longest allowed length.
         """
-        if constant is not None and not constant > 0:
-            raise ValueError(f"constant is {constant}; a sum can only be divided by a positive number")
+        if constant is not None:
+            check_range("constant", constant, above=0)
         self.constant = constant
 
     def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:

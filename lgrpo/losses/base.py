@@ -1,32 +1,34 @@
-"""What a policy loss is: a rollout and the log-probabilities of its tokens in, a scalar and its diagnostics out."""
+"""Base class of policy losses: a rollout and log-probabilities in, a scalar and diagnostics out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from lgrpo.functional import kl_divergence
 from lgrpo.types import RolloutBatch
 
 
 @dataclass(kw_only=True, slots=True)
 class PolicyLogprobs:
-    """log-probabilities [B, T] of a batch's tokens under the policies of the trainer; 0 outside the completions."""
+    """Log-probabilities [B, T] of a batch's tokens under the trainer's policies; 0 outside the completions."""
 
     policy: Tensor
     """log π_θ, with gradient."""
     entropy: Tensor
-    """Entropy of π_θ at each token, with gradient where the loss needs it."""
+    """Entropy of π_θ at each token, with gradient if the loss needs it."""
     proximal: Tensor | None = None
-    """log π_k: the policy when this rollout's updates began."""
+    """log π_k: the policy at the start of this rollout's updates."""
     reference: Tensor | None = None
     """log π_ref."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LossOutput:
-    """The loss of a micro-batch, in the share it has in its optimizer step, and per-token facts about it."""
+    """Part of the optimizer step's loss of a micro-batch, and diagnostics of its tokens."""
 
     loss: Tensor
     ratio: Tensor
@@ -36,12 +38,28 @@ class LossOutput:
     clipped_high: Tensor
     """[B, T] bool: likewise upwards."""
 
+    def quantities(self, batch: RolloutBatch, logprobs: PolicyLogprobs, step: int) -> dict[str, Any]:
+        """Return the arguments of ``StepMetrics.update`` for this micro-batch, at optimizer step ``step``."""
+        policy, reference = logprobs.policy.detach(), logprobs.reference
+        return {
+            "loss": self.loss,
+            "mask": batch.loss_mask,
+            "log_ratio": policy - batch.behaviour_logprobs,
+            "ratio": self.ratio,
+            "clipped_low": self.clipped_low,
+            "clipped_high": self.clipped_high,
+            "entropy": logprobs.entropy.detach(),
+            "kl_reference": None if reference is None else kl_divergence(policy, reference),
+            "lag": batch.lag(step),
+            "behaviour_known": ~batch.behaviour_logprobs.isnan(),
+        }
+
 
 class PolicyLoss(ABC):
-    """The scalar an optimizer step descends. Subclass it, or use one that is there.
+    """Scalar that an optimizer step minimises.
 
-    The losses of the micro-batches of a step **add up** to the loss of the step: each divides by ``batch.totals``,
-    never by a count of its own.
+    The losses of a step's micro-batches **add up** to the loss of the step: each divides by ``batch.totals``, never by
+    a count of the micro-batch.
     """
 
     @property
@@ -66,4 +84,4 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:
-        """Loss of this micro-batch."""
+        """Return the loss of a micro-batch."""

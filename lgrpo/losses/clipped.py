@@ -1,9 +1,10 @@
-"""The clipped GRPO loss, on-policy or off."""
+"""Clipped GRPO loss, on-policy or off-policy."""
 
 from __future__ import annotations
 
 from typing import final
 
+from lgrpo.checks import check_range
 from lgrpo.functional import ClipCentre, KLEstimator, RatioDenominator
 from lgrpo.losses.aggregation import Aggregation, TokenMean
 from lgrpo.losses.clips import MinClip
@@ -28,17 +29,16 @@ class ClippedLoss(ComposedLoss):
     ) -> None:
         """
         Args:
-            clip_low: How far below the centre the ratio may go before a token with negative advantage stops training.
-            clip_high: How far above it, before a token with positive advantage stops.
-            centre: Of the band: ``one``; ``proximal``, π_k/α with an additive band (Mroueh et al., equation 6);
-                ``proximal_multiplicative``, the same with a band proportional to it (decoupled PPO).
-            ratio: What π_θ is divided by: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (itself: always 1).
-            kl_coef: Weight β of the KL term. At 0 no reference model is kept.
+            clip_low: Distance below the centre at which a token with negative advantage stops training.
+            clip_high: Distance above the centre at which a token with positive advantage stops training.
+            centre: Centre of the band: ``one``; ``proximal``, π_k/α with an additive band (Mroueh et al., equation 6);
+                ``proximal_multiplicative``, the same with a proportional band (decoupled PPO).
+            ratio: Denominator of the ratio: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (π_θ, always 1).
+            kl_coef: Weight β of the KL term; with 0 no reference model is kept.
             kl: Estimator of the KL term.
-            aggregation: From tokens to a scalar.
+            aggregation: Aggregation of tokens to a scalar.
         """
-        if kl_coef < 0:
-            raise ValueError(f"kl_coef is {kl_coef}; a negative weight would push away from the reference")
+        check_range("kl_coef", kl_coef, at_least=0, reason="a negative weight would push away from the reference")
         super().__init__(
             ratio=TokenRatio(ratio),
             gate=MinClip(clip_low, clip_high, centre),

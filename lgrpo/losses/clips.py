@@ -1,4 +1,4 @@
-"""Gates that hold the ratio: clips of it, in their several forms."""
+"""Gates that multiply by a clipped ratio."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 
+from lgrpo.checks import check_range
 from lgrpo.functional import (
     ClipCentre,
     clip_band,
@@ -21,15 +22,15 @@ from lgrpo.losses.terms import Terms, check_choice
 class MinClip(Gate):
     """``min(ρA, clip(ρ) A)``: the clip of PPO and GRPO."""
 
-    holds_ratio = True
+    multiplies_by_ratio = True
 
     def __init__(self, low: float = 0.2, high: float = 0.2, centre: ClipCentre = "one") -> None:
         """
         Args:
-            low: How far below the centre the ratio may go before a token with negative advantage stops training.
-            high: How far above it, before a token with positive advantage stops.
-            centre: Of the band: ``one``; ``proximal``, π_k/α with an additive band (Mroueh et al., equation 6);
-                ``proximal_multiplicative``, the same with a band proportional to it (decoupled PPO).
+            low: Distance below the centre at which a token with negative advantage stops training.
+            high: Distance above the centre at which a token with positive advantage stops training.
+            centre: Centre of the band: ``one``; ``proximal``, π_k/α with an additive band (Mroueh et al., equation 6);
+                ``proximal_multiplicative``, the same with a proportional band (decoupled PPO).
         """
         check_band(low, high)
         check_choice("centre", centre, ("one", "proximal", "proximal_multiplicative"))
@@ -50,18 +51,17 @@ class MinClip(Gate):
 
 @final
 class DualClip(MinClip):
-    """The min-clip, and a floor of ``cap · A`` where the advantage is negative: a ratio above the cap stops too."""
+    """``MinClip`` with a floor of ``cap · A`` for negative advantages, where a ratio above the cap stops, too."""
 
     def __init__(self, low: float = 0.2, high: float = 0.2, cap: float = 3.0) -> None:
         """
         Args:
-            low: How far below 1 the ratio may go before a token with negative advantage stops training.
-            high: How far above it, before a token with positive advantage stops.
-            cap: The ratio above which a token with negative advantage stops.
+            low: Distance below 1 at which a token with negative advantage stops training.
+            high: Distance above 1 at which a token with positive advantage stops training.
+            cap: Ratio above which a token with negative advantage stops training.
         """
         super().__init__(low, high)
-        if not cap > 1 + high:
-            raise ValueError(f"cap is {cap}; it must lie above the band, which ends at {1 + high}")
+        check_range("cap", cap, above=1 + high, reason="the upper edge of the band")
         self.cap = cap
 
     def __call__(self, terms: Terms) -> Gated:
@@ -75,40 +75,40 @@ class DualClip(MinClip):
 
 @final
 class WeightClamp(Gate):
-    """``clip(ρ) A log π_θ``, the clipped ratio without gradient (CISPO): no token ever stops training."""
+    """``clip(ρ) A log π_θ`` with the clipped ratio as a constant (CISPO): no token stops training."""
 
-    holds_ratio = True
+    multiplies_by_ratio = True
 
     def __init__(self, low: float = 1.0, high: float = 0.2) -> None:
         """
         Args:
-            low: How far below 1 the weight may go; at 1 there is no lower bound.
-            high: How far above 1.
+            low: Largest distance of the weight below 1; with 1 there is no lower bound.
+            high: Largest distance of the weight above 1.
         """
         check_band(low, high)
         self.low, self.high = low, high
 
     def __call__(self, terms: Terms) -> Gated:
         weight = terms.ratio.detach().clamp(1 - self.low, 1 + self.high)
-        nothing = torch.zeros_like(terms.batch.loss_mask)
+        none_clipped = torch.zeros_like(terms.batch.loss_mask)
         surrogate = weight * terms.advantages * terms.logprobs.policy
-        return Gated(surrogate=surrogate, clipped_low=nothing, clipped_high=nothing)
+        return Gated(surrogate=surrogate, clipped_low=none_clipped, clipped_high=none_clipped)
 
 
 @final
 class GeometricClip(Gate):
     """``A`` times the geometric mean of a completion's clipped token ratios (GMPO). For ``SequenceMean``."""
 
-    holds_ratio = True
+    multiplies_by_ratio = True
 
     def __init__(self, low: float = 0.4, high: float = 0.4) -> None:
         """
         Args:
-            low: How far below 0 a token's log-ratio counts where the advantage is negative.
-            high: How far above 0 where it is positive.
+            low: Distance below 0 at which a token's log-ratio is clipped if the advantage is negative.
+            high: Distance above 0 at which it is clipped if the advantage is positive.
         """
-        if not (low >= 0 and high >= 0):
-            raise ValueError(f"low {low} and high {high} are half-widths of a band of log-ratios: 0 or more")
+        check_range("low", low, at_least=0)
+        check_range("high", high, at_least=0)
         self.low, self.high = low, high
 
     def __call__(self, terms: Terms) -> Gated:
@@ -123,9 +123,10 @@ class GeometricClip(Gate):
 
 @final
 class OffPolicySequenceMask(Gate):
-    """Stops whole completions with negative advantage that the policy has left behind (DeepSeek-V3.2).
+    """Stops completions with negative advantage that became unlikely under the policy (DeepSeek-V3.2).
 
-    That is where the mean of ``log π_α/π_θ`` over their tokens exceeds a threshold. Another gate does the rest.
+    A completion stops if the mean of ``log π_α/π_θ`` over its tokens exceeds a threshold. Another gate decides about
+    the others.
     """
 
     needs_behaviour = True
@@ -133,15 +134,14 @@ class OffPolicySequenceMask(Gate):
     def __init__(self, gate: Gate = MinClip(), threshold: float = 0.5) -> None:  # noqa: B008
         """
         Args:
-            gate: For what is left.
-            threshold: δ, above 0.
+            gate: Gate of the other tokens.
+            threshold: Threshold δ, above 0.
         """
-        if not threshold > 0:
-            raise ValueError(f"threshold is {threshold}; it must be above 0")
+        check_range("threshold", threshold, above=0)
         self.gate = gate
         self.threshold = threshold
         self.reads_ratio = gate.reads_ratio
-        self.holds_ratio = gate.holds_ratio
+        self.multiplies_by_ratio = gate.multiplies_by_ratio
         self.needs_proximal = gate.needs_proximal
 
     def __call__(self, terms: Terms) -> Gated:
@@ -150,7 +150,7 @@ class OffPolicySequenceMask(Gate):
             drift = sequence_log_ratio(
                 terms.batch.behaviour_logprobs - terms.logprobs.policy, terms.batch.completion_mask
             )
-            gone = (terms.advantages < 0) & (drift > self.threshold)
-        gated.surrogate = torch.where(gone, 0.0, gated.surrogate)
-        gated.clipped_low = gated.clipped_low | gone
+            stopped = (terms.advantages < 0) & (drift > self.threshold)
+        gated.surrogate = torch.where(stopped, 0.0, gated.surrogate)
+        gated.clipped_low = gated.clipped_low | stopped
         return gated

@@ -1,8 +1,9 @@
-"""A policy loss from parts: ratio, gate, weight, regularisers, aggregation."""
+"""Policy loss made of parts: ratio, gate, weight, regularisers, aggregation."""
 
 from __future__ import annotations
 
-from lgrpo.functional import LARGEST_LOG
+from lgrpo.checks import check_range
+from lgrpo.functional import MAX_LOG_RATIO
 from lgrpo.losses.aggregation import Aggregation, TokenMean
 from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
 from lgrpo.losses.clips import GeometricClip, MinClip, OffPolicySequenceMask
@@ -28,16 +29,15 @@ class ComposedLoss(PolicyLoss):
     ) -> None:
         """
         Args:
-            ratio: ρ: π_θ over which policy, of a token or of a whole completion.
-            gate: Where ρ stops a token from training; by default nowhere.
-            weight: What each token counts; by default 1.
-            regularisers: Added to every token that is not masked, whatever its gate says.
-            aggregation: From tokens to a scalar.
-            scale: Of the surrogate, regularisers apart.
+            ratio: Ratio ρ of a token or of a whole completion.
+            gate: Gate that stops tokens from training by their ratio; the default stops none.
+            weight: Weight of each token; the default is 1.
+            regularisers: Terms added to every live token, whether its gate stops it or not.
+            aggregation: Aggregation of tokens to a scalar.
+            scale: Factor of the surrogate, without the regularisers.
         """
         check_parts(ratio, gate, weight)
-        if not scale > 0:
-            raise ValueError(f"scale is {scale}; it must be above 0")
+        check_range("scale", scale, above=0)
         self.ratio = ratio
         self.gate = gate
         self.weight = weight
@@ -68,7 +68,7 @@ class ComposedLoss(PolicyLoss):
         return any(part.needs_entropy_gradient for part in self.regularisers)
 
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:
-        log_ratio = self.ratio(batch, logprobs).clamp(-LARGEST_LOG, LARGEST_LOG)
+        log_ratio = self.ratio(batch, logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         terms = Terms(batch=batch, logprobs=logprobs, log_ratio=log_ratio)
         gated = self.gate(terms)
         values = -self.scale * self.weight(terms).detach() * gated.surrogate
@@ -83,25 +83,27 @@ class ComposedLoss(PolicyLoss):
 
 
 def check_parts(ratio: Ratio, gate: Gate, weight: Weight) -> None:
-    """Refuses parts that make no sense together."""
+    """Raise a ``ValueError`` if the parts contradict each other."""
     while isinstance(gate, OffPolicySequenceMask):
         gate = gate.gate
     names = f"{type(gate).__name__} and {type(weight).__name__}"
-    if gate.holds_ratio and weight.is_ratio:
-        raise ValueError(f"{names} both multiply by the ratio, so it would be squared: leave the weight out")
-    if weight.corrects_mismatch and gate.holds_ratio and ratio.over == "behaviour":
+    if gate.multiplies_by_ratio and weight.is_ratio:
+        raise ValueError(f"{names} both multiply by the ratio, so it would be squared: remove the weight")
+    if weight.corrects_mismatch and gate.multiplies_by_ratio and ratio.over == "behaviour":
         raise ValueError(
             f"{type(weight).__name__} is π_k/π_α, and {type(gate).__name__} multiplies by a ratio over the behaviour "
-            "policy, π_θ/π_α, which holds that factor already. Set the ratio's over to 'proximal' or 'none'"
+            "policy, π_θ/π_α, which already contains that factor. Set the ratio's over to 'proximal' or 'none'"
         )
     centre = gate.centre if isinstance(gate, MinClip) else "one"
     if centre != "one" and (ratio.over != "behaviour" or isinstance(ratio, SequenceRatio)):
         raise ValueError(
-            f"clip centre {centre!r} is a token's π_k/α, a centre for a token's ratio over the behaviour policy; with "
+            f"clip centre {centre!r} is the π_k/α of a token and requires its ratio over the behaviour policy; with "
             f"{type(ratio).__name__} over {ratio.over!r} use centre 'one'"
         )
-    acts = gate.reads_ratio and type(gate) is not MinClip  # which is then plain REINFORCE, as TRL has it
+    acts = gate.reads_ratio and type(gate) is not MinClip  # that is plain REINFORCE, as in TRL
     if ratio.over == "none" and (acts or weight.is_ratio):
-        raise ValueError(f"the ratio is over 'none', so it is always 1 and {names} would never act: choose another")
+        raise ValueError(
+            f"the ratio is over 'none', so it is always 1 and {names} would have no effect: choose another"
+        )
     if isinstance(gate, GeometricClip) and isinstance(ratio, SequenceRatio):
         raise ValueError("GeometricClip clips the ratio of each token: use TokenRatio with it")

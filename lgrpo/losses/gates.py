@@ -1,4 +1,4 @@
-"""Which tokens train, and how the ratio enters: from advantage and ratio to the surrogate of each token."""
+"""Gates: from advantage and ratio to the surrogate of each token, and which tokens train."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lgrpo.checks import check_range
 from lgrpo.functional import (
     one_side,
     ring,
@@ -20,7 +21,7 @@ from lgrpo.losses.terms import Terms
 
 @dataclass(kw_only=True, slots=True)
 class Gated:
-    """The surrogate of each token, to be maximised, and the tokens that have no gradient."""
+    """Surrogate of each token, to be maximised, and the tokens without gradient."""
 
     surrogate: Tensor
     """[B, T], with gradient."""
@@ -31,37 +32,34 @@ class Gated:
 
 
 def check_band(low: float, high: float) -> None:
-    """Refuses a band of ratios that is none."""
-    if not (0 <= low <= 1 and high >= 0):
-        raise ValueError(
-            f"low {low} and high {high} are half-widths of a band around 1: low from 0 to 1, since no ratio is "
-            "negative, high 0 or more"
-        )
+    """Raise a ``ValueError`` if ``low`` and ``high`` are not half-widths of a band of ratios around 1."""
+    check_range("low", low, at_least=0, at_most=1, reason="no ratio is negative")
+    check_range("high", high, at_least=0)
 
 
 class Gate(ABC):
     """Decides where the ratio stops a token from training."""
 
     reads_ratio = True
-    """Whether the ratio decides: then a ratio that is always 1 makes no sense."""
-    holds_ratio = False
-    """Whether the ratio is a factor of the surrogate: then a weight must not bring it in again."""
+    """Whether the ratio decides; it then must not be constant 1."""
+    multiplies_by_ratio = False
+    """Whether the ratio is a factor of the surrogate; a weight must not contain it then."""
     needs_proximal = False
     """Whether log π_k must be kept."""
     needs_behaviour = False
-    """Whether log π_α is read, beyond what the ratio does."""
+    """Whether log π_α is read, apart from the ratio."""
 
     @abstractmethod
     def __call__(self, terms: Terms) -> Gated:
-        """The surrogate of a micro-batch's tokens."""
+        """Return the surrogate of a micro-batch's tokens."""
 
 
 class MaskGate(Gate):
-    """A gate that lets a token train or not: its surrogate is ``A log π_θ``, or nothing."""
+    """Gate that lets a token train or not: its surrogate is ``A log π_θ`` or 0."""
 
     @abstractmethod
     def keeps(self, terms: Terms) -> Tensor:
-        """[B, T] bool: the tokens that train."""
+        """Return the tokens that train, [B, T] bool."""
 
     def __call__(self, terms: Terms) -> Gated:
         with torch.no_grad():
@@ -88,8 +86,8 @@ class OneSide(MaskGate):
     def __init__(self, low: float = 0.2, high: float = 0.2) -> None:
         """
         Args:
-            low: How far below 1 the ratio may be where the advantage is negative.
-            high: How far above 1 where it is positive.
+            low: Largest distance of the ratio below 1 if the advantage is negative.
+            high: Largest distance of the ratio above 1 if the advantage is positive.
         """
         check_band(low, high)
         self.low, self.high = low, high
@@ -100,13 +98,13 @@ class OneSide(MaskGate):
 
 @final
 class TwoSide(MaskGate):
-    """Stops tokens outside the band, whatever their advantage (REC-TwoSide)."""
+    """Stops tokens outside the band, for any advantage (REC-TwoSide)."""
 
     def __init__(self, low: float = 0.2, high: float = 0.2) -> None:
         """
         Args:
-            low: How far below 1 the ratio may be.
-            high: How far above 1.
+            low: Largest distance of the ratio below 1.
+            high: Largest distance of the ratio above 1.
         """
         check_band(low, high)
         self.low, self.high = low, high
@@ -117,20 +115,20 @@ class TwoSide(MaskGate):
 
 @final
 class Ring(MaskGate):
-    """Stops tokens outside the band, except far outside where the advantage pulls them back (REC-Ring)."""
+    """Stops tokens outside the band, except those far outside whose advantage pulls them back (REC-Ring)."""
 
     def __init__(self, low: float = 0.2, high: float = 0.2, outer_low: float = 0.6, outer_high: float = 2.0) -> None:
         """
         Args:
-            low: How far below 1 the ratio may be.
-            high: How far above 1.
-            outer_low: Further below 1 than this, a token with positive advantage trains again.
-            outer_high: Further above 1 than this, a token with negative advantage trains again.
+            low: Largest distance of the ratio below 1.
+            high: Largest distance of the ratio above 1.
+            outer_low: Distance below 1 beyond which a token with positive advantage trains again.
+            outer_high: Distance above 1 beyond which a token with negative advantage trains again.
         """
         check_band(low, high)
         check_band(outer_low, outer_high)
-        if outer_low < low or outer_high < high:
-            raise ValueError(f"the outer edges {outer_low}, {outer_high} lie inside the band {low}, {high}")
+        check_range("outer_low", outer_low, at_least=low, reason="the inner band")
+        check_range("outer_high", outer_high, at_least=high, reason="the inner band")
         self.low, self.high, self.outer_low, self.outer_high = low, high, outer_low, outer_high
 
     def keeps(self, terms: Terms) -> Tensor:
@@ -140,18 +138,17 @@ class Ring(MaskGate):
 
 @final
 class SecondMoment(MaskGate):
-    """Stops the tokens furthest off until the mean ``(log ρ)²`` of the harmful ones is within a limit (M2PO).
+    """Stops the harmful tokens with the largest ``(log ρ)²`` until their mean is within a limit (M2PO).
 
-    The mean is taken over a micro-batch, since the ratios of the others are not known yet.
+    The mean is over a micro-batch, because the ratios of the others are not known yet.
     """
 
     def __init__(self, limit: float = 0.04) -> None:
         """
         Args:
-            limit: Of the mean.
+            limit: Upper limit of the mean.
         """
-        if not limit > 0:
-            raise ValueError(f"limit is {limit}; at 0 and below no token that moved would ever train")
+        check_range("limit", limit, above=0, reason="otherwise no token whose ratio is not 1 would train")
         self.limit = limit
 
     def keeps(self, terms: Terms) -> Tensor:

@@ -1,4 +1,4 @@
-"""log π_k, kept from a rollout's first pass for the later ones."""
+"""Memory of log π_k from the first pass over a rollout."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from lgrpo.types import RolloutBatch
 
 
 class ProximalMemory:
-    """What the policy said of each row on the first pass over a rollout, when it still was the proximal policy."""
+    """Log-probabilities of each row from the first pass over a rollout, when the policy was the proximal policy.
+
+    ``logprobs`` stores them when it first sees a row of a rollout and returns them in later passes. The first row of
+    another rollout clears the memory.
+    """
 
     def __init__(self) -> None:
         self._rollout = -1
         self._rows: dict[int, Tensor] = {}
 
     def logprobs(self, batch: RolloutBatch, policy_logprobs: Tensor) -> Tensor:
-        """log π_k [B, T] of a batch: given with it, remembered, or, on the first pass, the policy's own."""
+        """Return log π_k [B, T] of a batch: part of the batch, stored, or on the first pass ``policy_logprobs``."""
         if batch.proximal_logprobs is not None:
             return batch.proximal_logprobs
         if batch.rollout != self._rollout:

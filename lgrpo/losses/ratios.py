@@ -1,4 +1,4 @@
-"""ρ: the policy over another, of a token or of a whole completion."""
+"""Ratios ρ of the policy over another policy, of a token or of a whole completion."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lgrpo.types import RolloutBatch
 
 
 class Ratio(ABC):
-    """How likely what was sampled is now, beside how likely it was under another policy."""
+    """Probability of the sampled tokens under the policy, divided by that under another policy."""
 
     def __init__(self, over: RatioDenominator = "behaviour") -> None:
         """
         Args:
-            over: What π_θ is divided by: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (itself: always 1).
+            over: Denominator: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (π_θ, always 1).
         """
         check_choice("over", over, ("behaviour", "proximal", "none"))
         self.over: RatioDenominator = over
 
     @abstractmethod
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> Tensor:
-        """log ρ [B, T], with gradient."""
+        """Return log ρ [B, T], with gradient."""
 
 
 @final
 class TokenRatio(Ratio):
-    """Each token's own."""
+    """Ratio of each token."""
 
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> Tensor:
         return log_ratio(logprobs.policy, batch.behaviour_logprobs, logprobs.proximal, self.over)
@@ -39,13 +39,13 @@ class TokenRatio(Ratio):
 
 @final
 class SequenceRatio(Ratio):
-    """One for a whole completion, at each of its tokens."""
+    """Ratio of a whole completion, at each of its tokens."""
 
     def __init__(self, over: RatioDenominator = "behaviour", mean: Literal["geometric", "product"] = "geometric"):
         """
         Args:
-            over: What π_θ is divided by: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (itself: always 1).
-            mean: ``geometric``, the length's root of the completion's ratio (GSPO), or the ``product`` itself.
+            over: Denominator: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (π_θ, always 1).
+            mean: ``geometric`` mean of the tokens' ratios (GSPO), or their ``product``.
         """
         super().__init__(over)
         check_choice("mean", mean, ("geometric", "product"))

@@ -1,4 +1,4 @@
-"""What is added to the loss of each token, whether its gate is open or not."""
+"""Terms added to the loss of each live token, whether its gate stops it or not."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Literal, final
 
 from torch import Tensor
 
-from lgrpo.functional import LARGEST_LOG, kl_divergence
+from lgrpo.checks import check_range
+from lgrpo.functional import MAX_LOG_RATIO, kl_divergence
 from lgrpo.losses.terms import Terms, check_choice
 
 
 class Regulariser(ABC):
-    """A penalty on each token."""
+    """Penalty on each token."""
 
     needs_reference = False
     """Whether a reference policy must be kept."""
@@ -23,15 +24,12 @@ class Regulariser(ABC):
     """Whether log π_α is read."""
 
     def __init__(self, coef: float) -> None:
-        if not 0 < coef < math.inf:
-            raise ValueError(
-                f"{type(self).__name__}'s coef is {coef}; it must be above 0 and finite. Leave the part out instead"
-            )
+        check_range(f"{type(self).__name__}'s coef", coef, above=0, below=math.inf, reason="remove the part instead")
         self.coef = coef
 
     @abstractmethod
     def __call__(self, terms: Terms) -> Tensor:
-        """[B, T], with gradient, to be minimised."""
+        """Return the penalty [B, T], with gradient, to be minimised."""
 
 
 @final
@@ -43,8 +41,8 @@ class ReferenceKL(Regulariser):
     def __init__(self, coef: float = 0.01, estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3") -> None:
         """
         Args:
-            coef: β.
-            estimator: Of the divergence; ``k3_corrected`` is k3 times π_θ/π_α, right for samples of π_α.
+            coef: Weight β.
+            estimator: Estimator of the divergence; ``k3_corrected`` is k3 times π_θ/π_α, unbiased for samples of π_α.
         """
         super().__init__(coef)
         check_choice("estimator", estimator, ("k1", "k2", "k3", "k3_corrected"))
@@ -56,21 +54,21 @@ class ReferenceKL(Regulariser):
         if reference is None:
             raise ValueError("ReferenceKL needs a reference, but there are no reference log-probabilities")
         if self.estimator == "k3_corrected":
-            ratio = (policy - terms.batch.behaviour_logprobs).clamp(max=LARGEST_LOG).exp()
+            ratio = (policy - terms.batch.behaviour_logprobs).clamp(max=MAX_LOG_RATIO).exp()
             return self.coef * ratio * kl_divergence(policy, reference, "k3")
         return self.coef * kl_divergence(policy, reference, self.estimator)
 
 
 @final
 class BehaviourK2(Regulariser):
-    """``coef · (log π_θ - log π_α)²`` (OPMD as in Kimi): stay near what sampled. Twice the k2 estimator."""
+    """``coef · (log π_θ - log π_α)²`` (OPMD as in Kimi), twice the k2 estimator: stay near the behaviour policy."""
 
     needs_behaviour = True
 
     def __init__(self, coef: float = 0.1) -> None:
         """
         Args:
-            coef: λ.
+            coef: Weight λ.
         """
         super().__init__(coef)
 
@@ -80,12 +78,12 @@ class BehaviourK2(Regulariser):
 
 @final
 class BehaviourForwardKL(Regulariser):
-    """``-coef · log π_θ`` (AsymRE): KL(π_α ‖ π_θ) up to a constant. The same as adding ``coef`` to every advantage."""
+    """``-coef · log π_θ`` (AsymRE): KL(π_α ‖ π_θ) up to a constant; equal to adding ``coef`` to every advantage."""
 
     def __init__(self, coef: float = 0.1) -> None:
         """
         Args:
-            coef: λ.
+            coef: Weight λ.
         """
         super().__init__(coef)
 
@@ -95,14 +93,14 @@ class BehaviourForwardKL(Regulariser):
 
 @final
 class EntropyBonus(Regulariser):
-    """``-coef · H(π_θ)`` at each token: keeps the policy from growing certain."""
+    """``-coef · H(π_θ)`` at each token: keeps the entropy of the policy high."""
 
     needs_entropy_gradient = True
 
     def __init__(self, coef: float = 0.001) -> None:
         """
         Args:
-            coef: Of the entropy.
+            coef: Weight of the entropy.
         """
         super().__init__(coef)
 

@@ -1,4 +1,4 @@
-"""What the parts of a composed loss see."""
+"""Input of the parts of a composed loss."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from lgrpo.types import RolloutBatch
 
 @dataclass(kw_only=True, slots=True)
 class Terms:
-    """A micro-batch, the log-probabilities of its tokens, and the ratio the loss works with."""
+    """Micro-batch, log-probabilities of its tokens, and the ratio of the loss."""
 
     batch: RolloutBatch
     logprobs: PolicyLogprobs
     log_ratio: Tensor
-    """[B, T] log ρ, with gradient."""
+    """log ρ [B, T], with gradient."""
 
     @property
     def ratio(self) -> Tensor:
-        """[B, T] ρ, with gradient."""
+        """ρ [B, T], with gradient."""
         return self.log_ratio.exp()
 
     @property
     def advantages(self) -> Tensor:
-        """[B, T]"""
+        """Advantages [B, T]."""
         return self.batch.advantages
 
     @property
     def proximal_log_ratio(self) -> Tensor:
-        """[B, T] log π_k/π_α: how far the policy was from the behaviour policy when this rollout's updates began."""
+        """log π_k/π_α [B, T]: distance from the behaviour policy at the start of this rollout's updates."""
         if self.logprobs.proximal is None:
             raise ValueError("π_k/π_α needs proximal log-probabilities, but there are none")
         return self.logprobs.proximal - self.batch.behaviour_logprobs
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuses a word that is none of the choices: plain Python does not look at a Literal."""
+    """Raise a ``ValueError`` if a value is not one of the choices; Python does not check a ``Literal``."""
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(choices)}")
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")

@@ -1,4 +1,4 @@
-"""What a token's surrogate is multiplied by. Weights never carry a gradient."""
+"""Weights of the tokens' surrogates. They never have a gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from lgrpo.functional import LARGEST_LOG, sequence_log_ratio
+from lgrpo.checks import check_range
+from lgrpo.functional import MAX_LOG_RATIO, sequence_log_ratio
 from lgrpo.losses.terms import Terms, check_choice
 
 Level = Literal["token", "sequence", "geometric"]
@@ -16,21 +17,21 @@ LEVELS = ("token", "sequence", "geometric")
 
 
 class Weight(ABC):
-    """How much each token counts."""
+    """Weight of each token."""
 
     is_ratio = False
-    """Whether it is made of the loss's ratio: then a surrogate must not hold the ratio too."""
+    """Whether it is made of the loss's ratio; the surrogate must not contain the ratio then."""
     corrects_mismatch = False
-    """Whether it is made of π_k/π_α: then the loss's ratio must not be over π_α too."""
+    """Whether it is made of π_k/π_α; the loss's ratio must not be over π_α then."""
 
     @abstractmethod
     def __call__(self, terms: Terms) -> Tensor:
-        """[B, T]"""
+        """Return weights [B, T]."""
 
 
 @final
 class NoWeight(Weight):
-    """1."""
+    """Weight 1."""
 
     def __call__(self, terms: Terms) -> Tensor:
         return torch.ones_like(terms.log_ratio)
@@ -38,7 +39,7 @@ class NoWeight(Weight):
 
 @final
 class Importance(Weight):
-    """ρ itself."""
+    """Weight ρ."""
 
     is_ratio = True
 
@@ -48,7 +49,7 @@ class Importance(Weight):
 
 @final
 class AsymmetricImportance(Weight):
-    """1 where the advantage is positive, ``min(ρ, 1)`` where it is not (TOPR): failures fade as they grow unlikely."""
+    """1 if the advantage is positive, else ``min(ρ, 1)`` (TOPR): unlikely failures count less."""
 
     is_ratio = True
 
@@ -58,19 +59,18 @@ class AsymmetricImportance(Weight):
 
 @final
 class TruncatedImportance(Weight):
-    """``min(π_k/π_α, cap)``, for a policy that is not quite the one that sampled (TIS)."""
+    """``min(π_k/π_α, cap)``, which corrects the mismatch of trainer and engine (TIS)."""
 
     corrects_mismatch = True
 
     def __init__(self, cap: float = 2.0, level: Level = "token") -> None:
         """
         Args:
-            cap: The most a weight can be.
-            level: Of π_k/π_α: each token's, the whole ``sequence``'s product, or its ``geometric`` mean.
+            cap: Largest weight.
+            level: Level of π_k/π_α: each ``token``, the product over the ``sequence``, or its ``geometric`` mean.
         """
         check_choice("level", level, LEVELS)
-        if not cap > 0:
-            raise ValueError(f"cap is {cap}; it must be above 0")
+        check_range("cap", cap, above=0)
         self.cap = cap
         self.level: Level = level
 
@@ -88,12 +88,11 @@ class MaskedImportance(Weight):
         """
         Args:
             low: Smallest weight that is kept.
-            high: Largest.
-            level: Of π_k/π_α: each token's, the whole ``sequence``'s product, or its ``geometric`` mean.
+            high: Largest weight that is kept.
+            level: Level of π_k/π_α: each ``token``, the product over the ``sequence``, or its ``geometric`` mean.
         """
         check_choice("level", level, LEVELS)
-        if not 0 <= low < high:
-            raise ValueError(f"low {low} and high {high} are no band of weights: 0 <= low < high")
+        check_range("low", low, at_least=0, below=high, reason="the upper edge of the band")
         self.low, self.high = low, high
         self.level: Level = level
 
@@ -103,8 +102,8 @@ class MaskedImportance(Weight):
 
 
 def mismatch(terms: Terms, level: Level) -> Tensor:
-    """π_k/π_α [B, T], without gradient."""
+    """Return π_k/π_α [B, T], without gradient."""
     log_ratio = terms.proximal_log_ratio.detach()
     if level != "token":
         log_ratio = sequence_log_ratio(log_ratio, terms.batch.completion_mask, level == "geometric")
-    return log_ratio.clamp(-LARGEST_LOG, LARGEST_LOG).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

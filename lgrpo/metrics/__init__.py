@@ -1,4 +1,4 @@
-"""torchmetrics over ``functional``: correct over micro-batches and over ranks."""
+"""torchmetrics classes over ``functional``, correct over micro-batches and ranks."""
 
 from lgrpo.metrics.amplification import Amplification, Amplifications
 from lgrpo.metrics.improvement import CalibrationMetrics, ImprovementMetrics, LagHistogram

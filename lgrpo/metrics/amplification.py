@@ -1,4 +1,4 @@
-"""pass@k of a policy, and what it has gained over its reference."""
+"""pass@k of a policy, and its gain over the reference."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from lgrpo.metrics.pass_at_k import PassAtK
 
 
 class Amplification(nn.Module):
-    """pass@k of the policy, and its pass@1 less the reference's, which is measured once for each reference.
+    """pass@k of the policy, and its pass@1 minus that of the reference.
 
-    A policy that was just measured and then becomes the reference is not measured again.
+    ``update`` adds problems and ``compute`` returns the metrics at the end of a validation. Each reference is measured
+    once; a policy that was measured and then becomes the reference (``on_reference_refresh``) is not measured again.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class Amplification(nn.Module):
         self.forget()
 
     def forget(self) -> None:
-        """No score is known."""
+        """Forget all scores."""
         self._policy_score: tuple[int, float] | None = None  # (optimizer step, pass@1)
         self._reference_score: float | None = None
 
@@ -31,31 +32,31 @@ class Amplification(nn.Module):
         """Whether the reference has been measured."""
         return self._reference_score is not None
 
-    def reference_moved(self, step: int, copied: bool) -> None:
-        """The reference was refreshed at a step: a copy of the policy, or a mixture."""
-        known = copied and self._policy_score is not None and self._policy_score[0] == step
-        self._reference_score = self._policy_score[1] if known and self._policy_score else None
+    def on_reference_refresh(self, step: int, copied: bool) -> None:
+        """Take over the policy's score if the reference is now its copy; forget the reference's score otherwise."""
+        is_known = copied and self._policy_score is not None and self._policy_score[0] == step
+        self._reference_score = self._policy_score[1] if is_known and self._policy_score else None
 
     def update(self, correct: Tensor, answers: Tensor | None = None, reference_correct: Tensor | None = None) -> None:
-        """Adds problems: which samples were right, and which of them end in the same answer, [problems, samples]."""
+        """Add problems, [problems, samples]: which samples are right, and the number of each answer (``PassAtK``)."""
         self.policy.update(correct, answers)
         if reference_correct is not None:
             self.reference.update(reference_correct)
 
     def compute(self, step: int) -> dict[str, float]:
-        """pass@k and maj@k, and pass@1_over_reference where the reference is known; then it starts anew."""
-        figures = {name: float(value) for name, value in self.policy.compute().items()}
-        self._policy_score = (step, figures["pass@1"])
+        """Return and reset pass@k and maj@k, and pass@1_over_reference if the reference was measured."""
+        metrics = {name: float(value) for name, value in self.policy.compute().items()}
+        self._policy_score = (step, metrics["pass@1"])
         if self.reference.update_called:
             self._reference_score = float(self.reference.compute()["pass@1"])
         self.policy.reset()
         self.reference.reset()
         if self._reference_score is not None:
-            figures["pass@1_over_reference"] = figures["pass@1"] - self._reference_score
-        return figures
+            metrics["pass@1_over_reference"] = metrics["pass@1"] - self._reference_score
+        return metrics
 
     def scores(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the scores for a checkpoint."""
         return {"policy": self._policy_score, "reference": self._reference_score}
 
     def load_scores(self, scores: dict[str, Any]) -> None:
@@ -75,27 +76,27 @@ class Amplifications(nn.Module):
         return self._by_name.setdefault(name, Amplification())
 
     def forget(self) -> None:
-        """No score is known."""
+        """Forget all scores."""
         self._by_name.clear()
 
-    def reference_moved(self, step: int, copied: bool) -> None:
-        """The reference was refreshed at a step: a copy of the policy, or a mixture."""
+    def on_reference_refresh(self, step: int, copied: bool) -> None:
+        """Take over the policy's score if the reference is now its copy; forget the reference's score otherwise."""
         for amplification in self._by_name.values():
-            amplification.reference_moved(step, copied)
+            amplification.on_reference_refresh(step, copied)
 
     def compute(self, step: int) -> dict[str, float]:
-        """The figures of every task that was updated: ``pass@1`` of the nameless one, ``NAME/pass@1`` of the others."""
+        """Return the metrics of every updated task: ``NAME/pass@1``, or ``pass@1`` of the task with an empty name."""
         return {
-            f"{name}/{figure}" if name else figure: value
+            f"{name}/{metric}" if name else metric: value
             for name, amplification in self._by_name.items()
             if amplification.policy.update_called
-            for figure, value in amplification.compute(step).items()
+            for metric, value in amplification.compute(step).items()
         }
 
     def scores(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the scores for a checkpoint."""
         return {name: amplification.scores() for name, amplification in self._by_name.items()}
 
     def load_scores(self, scores: dict[str, Any]) -> None:
-        for name, own in scores.items():
-            self[name].load_scores(own)
+        for name, of_task in scores.items():
+            self[name].load_scores(of_task)

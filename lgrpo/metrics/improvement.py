@@ -1,4 +1,4 @@
-"""The terms of the improvement theorem over a rollout, over micro-batches and ranks."""
+"""Terms of the improvement theorem, its calibration, and lags, over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torchmetrics.utilities import dim_zero_cat
 from lgrpo.functional import expected_gain, has_reward_variance, improvement_terms, standard_error
 
 ON_VARIED = ("s", "coefficient", "surrogate", "bound")
-"""Terms that divide by s: over the prompts whose rewards differ, since s says nothing of the others."""
+"""Terms that divide by s. They are averaged over the prompts whose rewards differ: s means nothing for others."""
 WITH_ERROR = ("gain", "surrogate", "tv", "bound")
 
 
 class ImprovementMetrics(Metric):
-    """Means over prompts of every term of Mroueh et al.'s Theorem 1, with standard errors over prompts.
+    """Mean over prompts of every term of Mroueh et al.'s Theorem 1, with standard errors over prompts.
 
     >>> metric = ImprovementMetrics()
     >>> log_ratio = torch.tensor([[1.2, 0.8], [1.1, 0.9]]).log()
     >>> rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     >>> metric.update(log_ratio=log_ratio, proximal_log_ratio=torch.zeros(2, 2), rewards=rewards)
-    >>> figures = metric.compute()
-    >>> {name: round(float(figures[name]), 3) for name in ("gain", "gain_stderr", "gain_varied", "bound_1")}
+    >>> metrics = metric.compute()
+    >>> {name: round(float(metrics[name]), 3) for name in ("gain", "gain_stderr", "gain_varied", "bound_1")}
     {'gain': 0.1, 'gain_stderr': 0.1, 'gain_varied': 0.2, 'bound_1': 0.3}
     """
 
@@ -35,7 +35,7 @@ class ImprovementMetrics(Metric):
     def __init__(self, eps: float = 1e-4) -> None:
         """
         Args:
-            eps: Added to the variance of the rewards, inside the root.
+            eps: Constant added to the variance of the rewards, inside the root.
         """
         super().__init__()
         self.eps = eps
@@ -44,13 +44,13 @@ class ImprovementMetrics(Metric):
 
     @torch.no_grad()
     def update(self, *, log_ratio: Tensor, proximal_log_ratio: Tensor, rewards: Tensor) -> None:
-        """Adds groups of completions, [P, G]: log π/α and log π_k/α of the whole completion, and its reward."""
+        """Add groups, [P, G]: log π/α and log π_k/α of whole completions, and their rewards."""
         self.log_ratios.append(log_ratio.double().to(self.device))
         self.proximal_log_ratios.append(proximal_log_ratio.double().to(self.device))
         self.rewards.append(rewards.double().to(self.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Nothing where no group was added; no bound and no Bernoulli estimate where a reward is outside [0, 1]."""
+        """Return no metric without groups, and no bound and no Bernoulli estimate if a reward is outside [0, 1]."""
         rewards = dim_zero_cat(self.rewards)
         if not len(rewards):
             return {}
@@ -60,22 +60,22 @@ class ImprovementMetrics(Metric):
         )
         if bool((rewards < 0).any() | (rewards > 1).any()):
             terms = {n: t for n, t in terms.items() if not n.startswith("bound") and not n.endswith("_bernoulli")}
-        figures: dict[str, Tensor] = {"zero_variance_fraction": (~varied).double().mean()}
+        metrics: dict[str, Tensor] = {"zero_variance_fraction": (~varied).double().mean()}
         terms["gain_varied"] = terms["gain"][varied]
         for name, values in terms.items():
             values = values[varied] if name.startswith(ON_VARIED) else values
             if not len(values):
                 continue
-            figures[name] = values.mean()
+            metrics[name] = values.mean()
             if name.startswith(WITH_ERROR):
-                figures[f"{name}_stderr"] = standard_error(values)
+                metrics[f"{name}_stderr"] = standard_error(values)
             if name.startswith("bound"):
-                figures[f"{name}_positive"] = (values > 0).double().mean()
-        return figures
+                metrics[f"{name}_positive"] = (values > 0).double().mean()
+        return metrics
 
 
 class CalibrationMetrics(Metric):
-    """What was predicted of held-out prompts from the old weights' samples, and what the new weights' samples show.
+    """Gain predicted from samples of the old weights, and gain realised by the new weights, on held-out prompts.
 
     >>> metric = CalibrationMetrics()
     >>> old, new = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
@@ -97,30 +97,30 @@ class CalibrationMetrics(Metric):
 
     @torch.no_grad()
     def update(self, *, log_ratio: Tensor, before: Tensor, after: Tensor) -> None:
-        """Adds prompts, [P, G]: log ratio new/old of the old weights' completions, their rewards, the new rewards."""
+        """Add prompts, [P, G]: log ratio new/old of the old weights' completions, their rewards, the new rewards."""
         self.predicted.append(expected_gain(log_ratio.double(), before.double()).to(self.device))
         self.realised.append((after.double().mean(1) - before.double().mean(1)).to(self.device))
         self.reward.append(after.double().mean(1).to(self.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Nothing where no prompt was added."""
+        """Return no metric without prompts."""
         predicted, realised = dim_zero_cat(self.predicted), dim_zero_cat(self.realised)
         if not len(predicted):
             return {}
         values = {"predicted": predicted, "realised": realised, "error": predicted - realised}
-        figures = {name: own.mean() for name, own in values.items()} | {"reward": dim_zero_cat(self.reward).mean()}
-        return figures | {f"{name}_stderr": standard_error(own) for name, own in values.items()}
+        metrics = {name: value.mean() for name, value in values.items()} | {"reward": dim_zero_cat(self.reward).mean()}
+        return metrics | {f"{name}_stderr": standard_error(value) for name, value in values.items()}
 
 
 LAG_BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-")
 
 
 class LagHistogram(Metric):
-    """The share of completions that trained at each lag, in buckets that double.
+    """Fraction of completions that trained at each lag, in buckets of doubling width.
 
     >>> metric = LagHistogram()
     >>> metric.update(torch.tensor([0, 1, 2, 5]))
-    >>> {name: float(share) for name, share in metric.compute().items() if share}
+    >>> {name: float(fraction) for name, fraction in metric.compute().items() if fraction}
     {'lag_0': 0.25, 'lag_1': 0.25, 'lag_2-3': 0.25, 'lag_4-7': 0.25}
     """
 
@@ -134,11 +134,11 @@ class LagHistogram(Metric):
 
     @torch.no_grad()
     def update(self, lags: Tensor) -> None:
-        """Adds completions by their lags, in optimizer steps."""
+        """Add completions by their lags, in optimizer steps."""
         edges = torch.tensor([1, 2, 4, 8, 16, 32], device=lags.device)
-        found = torch.bucketize(lags, edges, right=True)
-        self.counts += found.bincount(minlength=len(LAG_BUCKETS)).to(self.counts)
+        buckets = torch.bucketize(lags, edges, right=True)
+        self.counts += buckets.bincount(minlength=len(LAG_BUCKETS)).to(self.counts)
 
     def compute(self) -> dict[str, Tensor]:
-        shares = self.counts / self.counts.sum().clamp(min=1)
-        return {f"lag_{name}": share for name, share in zip(LAG_BUCKETS, shares, strict=True)}
+        fractions = self.counts / self.counts.sum().clamp(min=1)
+        return {f"lag_{name}": fraction for name, fraction in zip(LAG_BUCKETS, fractions, strict=True)}

@@ -1,4 +1,4 @@
-"""How far the policy has moved from the one that sampled, over micro-batches and ranks."""
+"""Divergence of the policy from the behaviour policy, over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNTS = ("positive", "negative", "clipped_positive", "clipped_negative")
 
 
 class OffPolicyMetrics(Metric):
-    """Divergences, effective sample size and quantiles of the ratios of whole completions; clip fractions of tokens.
+    """Divergences, effective sample size and quantiles of completions' ratios, and clip fractions of tokens.
 
     >>> metric = OffPolicyMetrics()
     >>> log_ratio = torch.tensor([[0.1, 0.2], [0.0, -0.3]])
@@ -40,8 +40,8 @@ class OffPolicyMetrics(Metric):
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2) -> None:
         """
         Args:
-            clip_low: How far below 1 a token's ratio may be before it counts as clipped, where it is pushed down.
-            clip_high: How far above 1, where it is pushed up.
+            clip_low: Distance below 1 at which the ratio of a token with a negative advantage counts as clipped.
+            clip_high: Distance above 1 at which that of a token with a positive advantage does.
         """
         super().__init__()
         self.clip_low, self.clip_high = clip_low, clip_high
@@ -50,14 +50,14 @@ class OffPolicyMetrics(Metric):
 
     @torch.no_grad()
     def update(self, *, log_ratio: Tensor, mask: Tensor, advantages: Tensor) -> None:
-        """Adds completions: log π/α of their tokens, which tokens were sampled, and advantages, all [B, T]."""
+        """Add completions, all [B, T]: log π/α of their tokens, which tokens were sampled, and advantages."""
         self.log_ratios.append(completion_log_ratio(log_ratio, mask).to(self.counts.device))
         below, above = outside_band(log_ratio.exp(), advantages, 1 - self.clip_low, 1 + self.clip_high)
-        found = (advantages > 0, advantages < 0, above, below)
-        self.counts += torch.stack([(flags & mask).sum() for flags in found]).to(self.counts)
+        flags = (advantages > 0, advantages < 0, above, below)
+        self.counts += torch.stack([(flag & mask).sum() for flag in flags]).to(self.counts)
 
     def compute(self) -> dict[str, Tensor]:
-        """Nothing but the clip fractions where no completion was added."""
+        """Return the metrics; only the clip fractions if no completion was added."""
         positive, negative, above, below = self.counts
         clips = {
             "clip_fraction_positive": above / positive.clamp(min=1),
@@ -68,7 +68,7 @@ class OffPolicyMetrics(Metric):
         if not len(log_ratios):
             return clips
         k3 = k3_of_ratio(log_ratios).mean()
-        figures = {
+        metrics = {
             "kl": -log_ratios.mean(),
             "kl_k3": k3,
             "tv_rms": pinsker(k3),
@@ -77,5 +77,5 @@ class OffPolicyMetrics(Metric):
         }
         points = torch.tensor(list(QUANTILES.values()), dtype=torch.float64, device=log_ratios.device)
         quantiles = log_ratios.quantile(points).exp()
-        figures |= {f"ratio_{name}": value for name, value in zip(QUANTILES, quantiles, strict=True)}
-        return figures | {"ratio_max": log_ratios.max().exp()} | clips
+        metrics |= {f"ratio_{name}": value for name, value in zip(QUANTILES, quantiles, strict=True)}
+        return metrics | {"ratio_max": log_ratios.max().exp()} | clips

@@ -11,8 +11,9 @@ from lgrpo.functional import majority_at_k, pass_at_k, standard_error
 
 
 class PassAtK(Metric):
-    """pass@1, pass@2, pass@4 … up to the number of samples drawn, each the mean over problems, with its standard
-    error; maj@k from 4 on.
+    """pass@1, pass@2, pass@4 … up to the number of samples, with standard errors, and maj@k for k > 2.
+
+    Each is the mean over problems.
 
     >>> metric = PassAtK()
     >>> metric.update(torch.tensor([[True, False], [False, False]]))
@@ -32,7 +33,7 @@ class PassAtK(Metric):
         self.add_state("answers", default=[], dist_reduce_fx="cat")
 
     def update(self, correct: Tensor, answers: Tensor | None = None) -> None:
-        """Adds problems, [problems, samples]: which samples are right, and the number of each answer, -1 for none."""
+        """Add problems, [problems, samples]: which samples are right, and the number of each answer, -1 for none."""
         self.correct.append(correct)
         self.answers.append(torch.full(correct.shape, -1, device=correct.device) if answers is None else answers)
 
@@ -41,16 +42,16 @@ class PassAtK(Metric):
         num_samples = correct.shape[1]
         counts = torch.full((len(correct),), num_samples, device=correct.device), correct.sum(1)
         ks = sorted({2**j for j in range(num_samples.bit_length()) if 2**j <= num_samples} | {num_samples})
-        figures: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         for k in ks:
-            of_problems = pass_at_k(*counts, k)
-            figures |= {f"pass@{k}": of_problems.mean(), f"pass@{k}_stderr": standard_error(of_problems)}
-        if bool((answers >= 0).any()):  # of two answers none is commoner
-            figures |= {f"maj@{k}": majority_at_k(answers, correct, k).mean() for k in ks if k > 2}
-        return dict(sorted(figures.items(), key=lambda item: _order(item[0])))
+            per_problem = pass_at_k(*counts, k)
+            metrics |= {f"pass@{k}": per_problem.mean(), f"pass@{k}_stderr": standard_error(per_problem)}
+        if bool((answers >= 0).any()):  # two answers have no majority
+            metrics |= {f"maj@{k}": majority_at_k(answers, correct, k).mean() for k in ks if k > 2}
+        return dict(sorted(metrics.items(), key=lambda item: _order(item[0])))
 
 
 def _order(name: str) -> tuple[str, int, str]:
     kind, _, rest = name.partition("@")
-    k, _, what = rest.partition("_")
-    return {"pass": "a", "maj": "b"}[kind], int(k), what
+    k, _, suffix = rest.partition("_")
+    return {"pass": "a", "maj": "b"}[kind], int(k), suffix

@@ -1,4 +1,4 @@
-"""What an optimizer step did, added up over its micro-batches and ranks."""
+"""Metrics of one optimizer step, summed over its micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-_SUMS = (
+SUMS = (
     "loss",
     "tokens",
+    "ratio_tokens",
+    "behaviour_tokens",
+    "fresh_tokens",
+    "lag_sequences",
     "ratio",
     "ratio_squared",
     "clipped_low",
@@ -17,16 +21,15 @@ _SUMS = (
     "kl_reference",
     "entropy",
     "lag",
-    "aged_sequences",
-    "ratio_tokens",
-    "behaviour_tokens",
-    "fresh_tokens",
     "mismatch",
 )
+"""Names of the entries of ``StepMetrics.sums``. A count of tokens or sequences is the divisor of some of the others."""
+MAXIMA = ("ratio", "negative_ratio", "lag", "mismatch")
+"""Names of the entries of ``StepMetrics.maxima``."""
 
 
 class StepMetrics(Metric):
-    """Means over the live tokens of one optimizer step. Two collectives, whatever the number of figures."""
+    """Means over the live tokens of one optimizer step, with two collectives for any number of metrics."""
 
     full_state_update = False
 
@@ -35,8 +38,9 @@ class StepMetrics(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("sums", default=torch.zeros(len(_SUMS), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("maxima", default=torch.full((4,), -torch.inf, dtype=torch.float64), dist_reduce_fx="max")
+        self.add_state("sums", default=torch.zeros(len(SUMS), dtype=torch.float64), dist_reduce_fx="sum")
+        lowest = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64)
+        self.add_state("maxima", default=lowest, dist_reduce_fx="max")
 
     @torch.no_grad()
     def update(
@@ -53,71 +57,77 @@ class StepMetrics(Metric):
         lag: Tensor,
         behaviour_known: Tensor,
     ) -> None:
-        """Adds a micro-batch. [B, T] tensors count where ``mask`` is set; ``log_ratio`` is log π_θ/π_α.
+        """Add a micro-batch. [B, T] tensors count where ``mask`` is set; ``log_ratio`` is log π_θ/π_α.
 
-        What a recording does not tell has no figure: ``lag`` is NaN for its completions, and what is made of log π_α
-        counts only where ``behaviour_known`` is set.
+        Recorded completions may lack data: their ``lag`` is NaN if unknown, and metrics of log π_α count only tokens
+        where ``behaviour_known`` is set.
         """
-        live = mask.any(1)
-        has_lag, is_known = live & ~lag.isnan(), mask & behaviour_known
+        has_lag, is_known = mask.any(1) & ~lag.isnan(), mask & behaviour_known
         has_ratio, is_fresh = mask & (behaviour_known | ~ratio.isnan()), mask & (lag == 0)[:, None]
-        log_ratio_known = _where(is_known, log_ratio)
-        kl_behaviour = log_ratio_known.exp() - 1 - log_ratio_known  # k3 of KL(π_α ‖ π_θ): tokens are α's own
-        mismatch = log_ratio.abs()  # where they are fresh α is π_θ, computed by another engine
-        ratio_known = _where(has_ratio, ratio)
-        values = (
-            loss,
-            mask.sum(),
-            ratio_known.sum(),
-            ratio_known.square().sum(),
-            _where(mask, clipped_low).sum(),
-            _where(mask, clipped_high).sum(),
-            kl_behaviour.sum(),
-            loss.new_zeros(()) if kl_reference is None else _where(mask, kl_reference).sum(),
-            _where(mask, entropy).sum(),
-            _where(has_lag, lag).sum(),
-            has_lag.sum(),
-            has_ratio.sum(),
-            is_known.sum(),
-            is_fresh.sum(),
-            _where(is_fresh, mismatch).sum(),
-        )
-        self.sums += torch.stack([value.double() for value in values])
-        pairs = (has_ratio, ratio), (has_ratio, -ratio), (has_lag, lag), (is_fresh, mismatch)
-        nothing = self.maxima.new_full((1,), -torch.inf)
-        largest = [torch.cat([_where(some, each, -torch.inf).flatten(), nothing]).max() for some, each in pairs]
-        self.maxima = torch.maximum(self.maxima, torch.stack(largest))
+        known_log_ratio, known_ratio = _where(is_known, log_ratio), _where(has_ratio, ratio)
+        mismatch = log_ratio.abs()  # of fresh tokens: α is π_θ, computed by the engine
+        sums = {
+            "loss": loss,
+            "tokens": mask.sum(),
+            "ratio_tokens": has_ratio.sum(),
+            "behaviour_tokens": is_known.sum(),
+            "fresh_tokens": is_fresh.sum(),
+            "lag_sequences": has_lag.sum(),
+            "ratio": known_ratio.sum(),
+            "ratio_squared": known_ratio.square().sum(),
+            "clipped_low": _where(mask, clipped_low).sum(),
+            "clipped_high": _where(mask, clipped_high).sum(),
+            # k3 of KL(π_α ‖ π_θ), because α sampled the tokens
+            "kl_behaviour": (known_log_ratio.exp() - 1 - known_log_ratio).sum(),
+            "kl_reference": loss.new_zeros(()) if kl_reference is None else _where(mask, kl_reference).sum(),
+            "entropy": _where(mask, entropy).sum(),
+            "lag": _where(has_lag, lag).sum(),
+            "mismatch": _where(is_fresh, mismatch).sum(),
+        }
+        self.sums += torch.stack([sums[name].double() for name in SUMS])
+        maxima = {
+            "ratio": _max(has_ratio, ratio),
+            "negative_ratio": _max(has_ratio, -ratio),
+            "lag": _max(has_lag, lag),
+            "mismatch": _max(is_fresh, mismatch),
+        }
+        self.maxima = torch.maximum(self.maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
     def compute(self) -> dict[str, float]:
-        total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
-        figures = {"loss": total["loss"], "live_tokens": total["tokens"]}
+        total = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        largest = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
+        metrics = {"loss": total["loss"], "live_tokens": total["tokens"]}
         if not total["tokens"]:
-            return figures
-        mean = {name: total[name] / total["tokens"] for name in _SUMS}
-        ratio_max, minus_ratio_min, lag_max, mismatch_max = self.maxima.tolist()
+            return metrics
         if total["fresh_tokens"]:
-            figures["engine_mismatch_mean"] = total["mismatch"] / total["fresh_tokens"]
-            figures["engine_mismatch_max"] = mismatch_max
-        if total["aged_sequences"]:
-            figures |= {"lag": total["lag"] / total["aged_sequences"], "lag_max": lag_max}
+            metrics["engine_mismatch_mean"] = total["mismatch"] / total["fresh_tokens"]
+            metrics["engine_mismatch_max"] = largest["mismatch"]
+        if total["lag_sequences"]:
+            metrics |= {"lag": total["lag"] / total["lag_sequences"], "lag_max": largest["lag"]}
         if total["ratio_tokens"]:
             ratio_mean, square = (total[name] / total["ratio_tokens"] for name in ("ratio", "ratio_squared"))
-            figures |= {
+            metrics |= {
                 "ratio_mean": ratio_mean,
                 "ratio_std": max(square - ratio_mean**2, 0.0) ** 0.5,
-                "ratio_min": -minus_ratio_min,
-                "ratio_max": ratio_max,
+                "ratio_min": -largest["negative_ratio"],
+                "ratio_max": largest["ratio"],
             }
         if total["behaviour_tokens"]:
-            figures["kl_behaviour"] = total["kl_behaviour"] / total["behaviour_tokens"]
-        return figures | {
-            "clip_fraction_low": mean["clipped_low"],
-            "clip_fraction_high": mean["clipped_high"],
-            "kl_reference": mean["kl_reference"],
-            "entropy": mean["entropy"],
+            metrics["kl_behaviour"] = total["kl_behaviour"] / total["behaviour_tokens"]
+        return metrics | {
+            "clip_fraction_low": total["clipped_low"] / total["tokens"],
+            "clip_fraction_high": total["clipped_high"] / total["tokens"],
+            "kl_reference": total["kl_reference"] / total["tokens"],
+            "entropy": total["entropy"] / total["tokens"],
         }
 
 
 def _where(mask: Tensor, values: Tensor, otherwise: float = 0.0) -> Tensor:
-    """Values where a mask is set. To pick them out would make the trainer wait for a GPU to count them."""
+    """Replace values outside a mask. Indexing with the mask would make the trainer wait for the GPU."""
     return torch.where(mask, values.double(), otherwise)
+
+
+def _max(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the largest value inside a mask, or -inf if there is none."""
+    lowest = torch.full((1,), -torch.inf, dtype=torch.float64, device=values.device)
+    return torch.cat([_where(mask, values, -torch.inf).flatten(), lowest]).max()

@@ -1,7 +1,16 @@
 """A causal language model as a policy: log-probabilities of tokens, weights by their Hugging Face names, adapters."""
 
 from lgrpo.policy.adapters import LoRA, add_adapter, is_reference
-from lgrpo.policy.causal import AdapterReference, CausalPolicy
+from lgrpo.policy.causal import CausalPolicy
 from lgrpo.policy.characters import character_tokenizer
+from lgrpo.policy.reference import AdapterReference, make_reference
 
-__all__ = ["AdapterReference", "CausalPolicy", "LoRA", "add_adapter", "character_tokenizer", "is_reference"]
+__all__ = [
+    "AdapterReference",
+    "CausalPolicy",
+    "LoRA",
+    "add_adapter",
+    "character_tokenizer",
+    "is_reference",
+    "make_reference",
+]

@@ -1,4 +1,4 @@
-"""Attention over rows that lie behind one another without padding, as transformers calls it."""
+"""Attention over packed rows, registered with transformers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lgrpo.functional import packed_attention
 
 PACKED = "lgrpo_packed"
-"""The name under which transformers knows attention without padding."""
+"""Name of this attention implementation in transformers."""
 
 
 def _packed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """``packed_attention`` as transformers calls it: [1, heads, N, D] in, [1, N, heads, D] out.
+    """Adapt ``packed_attention`` to the interface of transformers: [1, heads, N, D] in, [1, N, heads, D] out.
 
-    Called without the bounds of sequences, as in ``generate``, it is transformers' own.
+    Without the bounds of sequences, as in ``generate``, it is transformers' SDPA attention.
     """
     if "cu_seq_lens_q" not in options:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -33,7 +33,7 @@ def _packed(
 
 
 def _mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """None where nothing is padded: rows know their bounds, or are causal throughout."""
+    """Return None if nothing is padded: the bounds of packed rows replace a mask."""
     return None if attention_mask is None else sdpa_mask(*arguments, attention_mask=attention_mask, **options)
 
 

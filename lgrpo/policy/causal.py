@@ -1,14 +1,13 @@
 """A causal language model as a policy: log-probabilities of tokens, and weights by their Hugging Face names.
 
-Not here: sampling (engines), the loss (losses), who is trained and who is frozen (module).
+Not here: sampling (engines), the loss (losses), which models are trained or frozen (module).
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, cast, final
 
 import torch
@@ -16,34 +15,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lgrpo.functional import (
-    chunked_token_logprobs,
-    combined_checksum,
-    named_checksums,
-    quick_products,
-)
-from lgrpo.policy import adapters, flat
+from lgrpo.checks import check_range
+from lgrpo.functional import chunked_token_logprobs, combined_checksum, named_checksums
+from lgrpo.policy import adapters, fsdp1
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.characters import character_tokenizer
-from lgrpo.policy.compilation import KeepingShare
+from lgrpo.policy.compilation import ActivationBudgetBackend
+from lgrpo.policy.forward import can_pack, check_logits, hidden_states, is_packed, logits
+from lgrpo.policy.loading import load_model, load_tokenizer
+from lgrpo.run.resume import ResumeSettings, architecture_of, describe, vocabulary_fingerprint
 from lgrpo.types import Adapter, PolicyWeights
 
 
 @final
 class CausalPolicy(nn.Module):
-    """Any Hugging Face causal language model, by name, by path, or freshly initialised from a config.
+    """Any Hugging Face causal language model, by name, by path, or initialised at random from a config.
 
-    Nothing is loaded before ``build``, which the Lightning module calls when the strategy is ready for it.
+    The constructor loads nothing. The Lightning module calls ``build`` when the strategy is ready for the weights, then
+    passes it to ``make_reference`` if the loss needs a reference, then calls ``shard_fsdp1`` or ``shard_fsdp2`` if the
+    strategy shards.
     """
 
     model: PreTrainedModel
@@ -69,20 +62,20 @@ class CausalPolicy(nn.Module):
             name: Hub name or folder of the model.
             config: Instead of ``name``: ``model_type`` and the sizes of a model to initialise at random.
             tokenizer: Hub name or folder of the tokenizer. By default the model's.
-            characters: Instead of ``tokenizer``: the alphabet of a character-level tokenizer built on the spot.
-            pad_token: For a tokenizer that has none: which of its tokens pads.
-            dtype: Of the trained weights. Keep float32 and use ``trainer.precision: bf16-mixed`` for speed.
-            attention: ``packed``: rows lie behind one another without padding. Or an implementation of transformers:
-                sdpa and eager with padding, flash_attention_2 and _3 without.
+            characters: Instead of ``tokenizer``: the alphabet of a character-level tokenizer.
+            pad_token: Padding token, for a tokenizer that defines none: one of its tokens.
+            dtype: Data type of the trained weights. Keep float32 and use ``trainer.precision: bf16-mixed`` for speed.
+            attention: ``packed``: rows are concatenated without padding. Or an implementation of transformers: sdpa and
+                eager with padding, flash_attention_2 and _3 without.
             compile: Compile the layers, and on a GPU the softmax (``torch.compile``): slow to start, faster at every
                 step. For GPUs.
-            activation_memory: At most this share of activations is kept for the backward pass by compiled layers;
-                the rest, chosen as what is cheapest, is computed again there. 1 keeps all. Without ``compile`` all are
-                kept, with ``gradient_checkpointing`` none.
-            gradient_checkpointing: Compute activations again in the backward pass, to save memory.
-            chunk_size: Tokens whose logits are held at a time.
-            lora: Train low-rank adapters (needs peft) instead of the weights, which may then be bfloat16.
-            trust_remote_code: Let the model's repository run its own code on this machine.
+            activation_memory: Largest share of activations that compiled layers keep for the backward pass. The others,
+                those cheapest to recompute, are recomputed. 1 keeps all. Without ``compile`` all are kept, with
+                ``gradient_checkpointing`` none.
+            gradient_checkpointing: Recompute activations in the backward pass, to save memory.
+            chunk_size: Number of tokens whose logits are in memory at a time.
+            lora: Low-rank adapters to train (needs peft) instead of the weights, which may then be bfloat16.
+            trust_remote_code: Allow the model's repository to run its code on this machine.
         """
         super().__init__()
         if (name is None) == (config is None):
@@ -93,10 +86,8 @@ class CausalPolicy(nn.Module):
             raise ValueError("policy.tokenizer and policy.characters exclude each other")
         if config is not None and tokenizer is None and characters is None:
             raise ValueError("a policy made from a config needs a tokenizer: set policy.tokenizer or policy.characters")
-        if not 0 <= activation_memory <= 1:
-            raise ValueError(f"policy.activation_memory is {activation_memory}; it is a share, from 0 to 1")
-        if chunk_size < 1:
-            raise ValueError(f"policy.chunk_size is {chunk_size}; it must be 1 or more")
+        check_range("policy.activation_memory", activation_memory, at_least=0, at_most=1)
+        check_range("policy.chunk_size", chunk_size, at_least=1)
         self.name = name
         self.settings = config
         self.tokenizer_name = tokenizer
@@ -105,31 +96,21 @@ class CausalPolicy(nn.Module):
         self.dtype = getattr(torch, dtype)
         self.attention = attention
         self.compile_layers = compile
-        is_chosen = compile and not gradient_checkpointing  # which keeps none, whatever would be cheap
-        self.activation_memory = activation_memory if is_chosen else 1.0
+        self.activation_memory = activation_memory if compile and not gradient_checkpointing else 1.0
         self.gradient_checkpointing = gradient_checkpointing
         self.chunk_size = chunk_size
         self.lora = lora
         self.trust_remote_code = trust_remote_code
-        self._units: list[flat.Unit] = []  # of a policy that is spread by the first FSDP
+        self.is_frozen = False
+        """Whether the weights are not trained; a frozen policy is always in evaluation mode."""
+        self._fsdp1_units: list[fsdp1.Unit] = []
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with a pad token or an error that says how to choose one."""
+        """The tokenizer, which has a pad token."""
         if self.characters is not None:
             return character_tokenizer(self.characters)
-        source = self.tokenizer_name or self.name
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
-        if self.pad_token is not None:
-            if self.pad_token not in tokenizer.get_vocab():
-                raise ValueError(f"policy.pad_token {self.pad_token!r} is not a token of {source}")
-            tokenizer.pad_token = self.pad_token
-        if tokenizer.pad_token_id is None:
-            raise ValueError(
-                f"the tokenizer of {source} has no pad token: set policy.pad_token to one of its tokens that never "
-                "occurs in a text, such as a reserved one"
-            )
-        return tokenizer
+        return load_tokenizer(cast(str, self.tokenizer_name or self.name), self.pad_token, self.trust_remote_code)
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -143,154 +124,104 @@ class CausalPolicy(nn.Module):
 
     @property
     def context_length(self) -> int:
-        """The most tokens, prompt and completion together, the model was made for."""
+        """The largest number of tokens, prompt and completion together, that the model supports."""
         return self.config.get_text_config().max_position_embeddings
 
     @property
     def is_built(self) -> bool:
-        """Whether the weights are here."""
+        """Whether the weights are loaded."""
         return "model" in self._modules
 
     def build(self) -> None:
-        """Loads the weights, or initialises them. Does nothing the second time."""
+        """Load or initialise the weights. Does nothing the second time."""
         if self.is_built:
             return
-        options = {
-            "dtype": self.dtype,
-            "attn_implementation": PACKED if self.attention == "packed" else self.attention,
-            "trust_remote_code": self.trust_remote_code,
-        }
-        for key in self.config.to_dict():  # with dropout a policy differs from itself: there would be no ratio
-            if key.endswith(("dropout", "pdrop", "dropout_prob")):
-                setattr(self.config, key, 0.0)
-        if self.name is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(self.name, config=self.config, **options)
-        else:
-            self.model = AutoModelForCausalLM.from_config(self.config, **options)
-        self.model.config.eos_token_id = self._eos_token_ids()
-        self.model.train()
-        if len(self.tokenizer) > self.model.get_input_embeddings().num_embeddings:
-            raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, the model only "
-                f"{self.model.get_input_embeddings().num_embeddings}: they do not belong together"
-            )
-        self.model.config.architectures = [type(self.model).__name__]
+        self.model = load_model(
+            self.name,
+            self.config,
+            self.tokenizer,
+            dtype=self.dtype,
+            attn_implementation=PACKED if self.attention == "packed" else self.attention,
+            trust_remote_code=self.trust_remote_code,
+        )
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._check_head()
-        self._check_packing()
+        check_logits(self.model)
+        if self.attention == "packed" and not can_pack(self.model):
+            self.attention = "sdpa"
+            warnings.warn(f"{type(self.model).__name__} cannot be packed, so rows are padded", stacklevel=2)
         if self.lora is not None:
             adapters.add_adapter(self.model, self.lora, self.model.get_output_embeddings())
         if self.compile_layers:
             for layer in self._layers:
-                layer.compile(dynamic=True, backend=KeepingShare(self.activation_memory))
+                layer.compile(dynamic=True, backend=ActivationBudgetBackend(self.activation_memory))
+
+    def train(self, mode: bool = True) -> CausalPolicy:
+        return super().train(mode and not self.is_frozen)
 
     def forward(
         self, tokens: Tensor, completion_mask: Tensor, temperature: float, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """log π(token) and the entropy it was drawn at, [B, T] float32, 0 outside ``completion_mask``.
+        """Return log π(token) and the entropy of its distribution, [B, T] float32, 0 outside ``completion_mask``.
 
-        Rows are a prompt, its completion, then padding; what follows a completion's last but one token predicts nothing
-        and is left out.
+        Each row is a prompt, its completion, then padding. Tokens after the last one that predicts a completion token
+        are not read.
         """
         sampled = completion_mask[:, 1:]  # the state at t - 1 predicts token t
         column = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-        last = torch.where(sampled, column, -1).amax(1)  # of each row, the last state that predicts a token
+        last = torch.where(sampled, column, -1).amax(1)  # the last state of each row that predicts a token
         is_read = column <= last[:, None]
-        with quick_products(tokens.device, self.dtype):
-            hidden = self._hidden_states(tokens[:, :-1], is_read)
-            logprobs, entropy = chunked_token_logprobs(
-                hidden[sampled[is_read]],
-                self._head,
-                tokens[:, 1:][sampled],
-                temperature,
-                self.chunk_size,
-                entropy_gradient,
-                compile=self.compile_layers and hidden.is_cuda,
-            )
+        hidden = hidden_states(self.model, tokens[:, :-1], is_read, is_packed(self.attention))
+        logprobs, entropy = chunked_token_logprobs(
+            hidden[sampled[is_read]],
+            partial(logits, self.model),
+            tokens[:, 1:][sampled],
+            temperature,
+            self.chunk_size,
+            entropy_gradient,
+            compile=self.compile_layers and hidden.is_cuda,
+        )
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         return empty.masked_scatter(completion_mask, logprobs), empty.masked_scatter(completion_mask, entropy)
 
-    def _hidden_states(self, tokens: Tensor, is_read: Tensor) -> Tensor:
-        """[N, H]: states of the tokens that are read, row after row; the rest of each row is padding on the right."""
-        if not self._packs:
-            return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[is_read]
-        lengths = is_read.sum(1)
-        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)[is_read]
-        longest = int(lengths.max())
-        packed = self.model.base_model(
-            input_ids=tokens[is_read][None],
-            position_ids=positions[None],
-            use_cache=False,
-            cu_seq_lens_q=bounds,
-            cu_seq_lens_k=bounds,
-            max_length_q=longest,
-            max_length_k=longest,
-        )
-        return packed.last_hidden_state[0]
+    # Sharding
 
-    def shard(self, mesh: DeviceMesh) -> None:
-        """Spreads the weights over processes (FSDP2), layer by layer. Does nothing the second time."""
+    def shard_fsdp2(self, mesh: DeviceMesh) -> None:
+        """Shard the weights over processes with FSDP2, layer by layer. Does nothing the second time."""
         if not isinstance(self, FSDPModule):
             for layer in self._layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self, mesh=mesh)
 
-    def wrap(self, mixed_precision: MixedPrecision | None) -> CausalPolicy:
-        """Itself in a wrapper that spreads the weights over processes, layer by layer: the first FSDP.
+    def shard_fsdp1(self, mixed_precision: MixedPrecision | None) -> CausalPolicy:
+        """Return the policy in a wrapper that shards its weights with FSDP1, layer by layer.
 
-        Its other settings are those of ``enable_wrap`` around the call. What the wrapper does not know it asks the
-        policy for. Does nothing the second time.
+        The other settings of FSDP1 are those of the ``enable_wrap`` context around the call. The wrapper forwards
+        unknown attributes to the policy. Returns the same wrapper the second time.
         """
-        if not self._units:
-            self._units = flat.wrap_layers(self, self.model, self._layers, mixed_precision)
-        return cast(CausalPolicy, self._units[0].module)
+        if not self._fsdp1_units:
+            self._fsdp1_units = fsdp1.wrap_layers(self, self.model, self._layers, mixed_precision)
+        return cast(CausalPolicy, self._fsdp1_units[0].module)
 
-    def settle(self) -> None:
-        """Gives back what a pass without gradients has gathered: every process holds its own part again."""
+    def free_gathered(self) -> None:
+        """Free the weights that a pass without gradients gathered, so that each process holds only its shard."""
         if isinstance(self, FSDPModule):
             self.reshard()
-        flat.settle(self._units)
+        fsdp1.free_gathered(self._fsdp1_units)
+
+    # Weights
 
     def weights(self) -> PolicyWeights:
-        """The weights by their Hugging Face names, a tied head under both of its names.
+        """Return the weights by their Hugging Face names, a tied head under both of its names.
 
-        Of a policy that is spread over processes, each tensor is gathered when its turn comes, on all of them.
+        Sharded tensors are gathered on all processes, one at a time, while the result is iterated.
         """
         if self.lora is not None:
             return self.adapted_weights(adapters.POLICY)
         return PolicyWeights(config=self.model.config, tensors=lambda: self._gathered(lambda name: True))
 
-    def make_reference(self) -> CausalPolicy | AdapterReference:
-        """Who stands still while this one trains. At first both are the same."""
-        if self.lora is None:
-            return copy.deepcopy(self).requires_grad_(False).eval()
-        adapters.add_adapter(self.model, self.lora, self.model.get_output_embeddings(), adapters.REFERENCE)
-        adapters.copy_to_reference(self.model)
-        return AdapterReference(self)
-
-    @torch.no_grad()
-    def follow(self, other: CausalPolicy, decay: float) -> None:
-        """``self ← decay · self + (1 - decay) · other``."""
-        for policy in (self, other):
-            policy.settle()
-        for own, new in zip(self.parameters(), other.parameters(), strict=True):
-            own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
-
-    @cached_property
-    def base_checksum(self) -> str:
-        """Of the weights below the adapters, which never change."""
-        tensors = adapters.base_tensors(self._gathered(adapters.is_base))
-        return combined_checksum(named_checksums(tensors))
-
-    def checkpoint_leaves_out(self, name: str) -> bool:
-        """Whether a tensor can be found again where it came from: then a checkpoint has the adapters alone."""
-        can = self.lora is not None and self.name is not None and not isinstance(self, FSDPModule)
-        return can and adapters.is_base(name)
-
     def adapted_weights(self, name: str) -> PolicyWeights:
-        """The weights with one of the adapters, and that adapter by itself."""
+        """Return the weights with an adapter merged into them, and that adapter separately."""
         assert self.lora is not None
         adapter = Adapter(
             rank=self.lora.rank,
@@ -301,14 +232,42 @@ class CausalPolicy(nn.Module):
         )
         return PolicyWeights.adapted(self.model.config, adapter)
 
-    def _gathered(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the model, each whole."""
-        self.settle()
-        if self._units:
-            yield from flat.gathered(self.model, self._units)
+    def omitted_weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return the weights that a checkpoint omits: with LoRA, the base weights, which can be loaded by ``name``."""
+        if self.lora is None or self.name is None or isinstance(self, FSDPModule):
+            return {}
+        return {name: w for name, w in self.state_dict(prefix=prefix).items() if adapters.is_base(name)}
+
+    @torch.no_grad()
+    def update_from(self, policy: CausalPolicy, decay: float) -> None:
+        """Set the weights to ``decay · self + (1 - decay) · policy``."""
+        self.free_gathered()
+        policy.free_gathered()
+        for own, new in zip(self.parameters(), policy.parameters(), strict=True):
+            own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
+
+    def resume_settings(self) -> ResumeSettings:
+        """Return what a resumed run must have in common with this one; see ``lgrpo.run.resume``."""
+        return {
+            "model": architecture_of(self.model.config),
+            "tokenizer": vocabulary_fingerprint(self.tokenizer),
+            "lora": describe(self.lora),
+            "base": None if self.lora is None else self._base_checksum,
+        }
+
+    @cached_property
+    def _base_checksum(self) -> str:
+        """Checksum of the weights below the adapters, which never change."""
+        return combined_checksum(named_checksums(adapters.base_tensors(self._gathered(adapters.is_base))))
+
+    def _gathered(self, is_selected: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """Yield selected tensors of the model, each gathered from all shards."""
+        self.free_gathered()
+        if self._fsdp1_units:
+            yield from fsdp1.gathered(self.model, self._fsdp1_units)
             return
         for name, tensor in self.model.state_dict().items():
-            if wanted(name):
+            if is_selected(name):
                 tensor = tensor.detach()
                 yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -316,98 +275,3 @@ class CausalPolicy(nn.Module):
     def _layers(self) -> nn.ModuleList:
         """The transformer blocks."""
         return self.model.base_model.layers
-
-    @property
-    def _packs(self) -> bool:
-        """Whether rows lie behind one another, without padding."""
-        return self.attention == "packed" or self.attention.startswith("flash_attention")
-
-    def _eos_token_ids(self) -> list[int]:
-        """Every token that ends a sequence: the tokenizer's, the config's, and those of the generation config."""
-        ids: set[int] = set()
-        for named in (
-            self.tokenizer.eos_token_id,
-            self.model.config.eos_token_id,
-            self.model.generation_config and self.model.generation_config.eos_token_id,
-        ):
-            ids |= set(named if isinstance(named, list) else [] if named is None else [named])
-        return sorted(ids)
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states, with the scaling a few architectures put behind the linear layer."""
-        logits = self.model.get_output_embeddings()(hidden)
-        config = self.model.config.get_text_config()
-        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
-            logits = logits * scale
-        if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
-            logits = logits / scale
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-            logits = torch.tanh(logits / cap) * cap
-        return logits
-
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """The chunked path must see the logits the model itself would give."""
-        tokens = torch.tensor([[0, 1, 2]], device=self.model.device)
-        was_training = self.model.training
-        self.model.eval()
-        expected = self.model(input_ids=tokens, use_cache=False).logits
-        got = self._head(self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
-        self.model.train(was_training)
-        if expected.shape != got.shape or not torch.allclose(expected.float(), got.float(), rtol=1e-2, atol=1e-2):
-            raise ValueError(
-                f"{type(self.model).__name__} does something to its logits behind the linear head that lgrpo does not "
-                "know, so log-probabilities would be wrong"
-            )
-
-    @torch.no_grad()
-    def _check_packing(self) -> None:
-        """Rows behind one another must not see each other: where this architecture lets them, they are padded."""
-        if self.attention != "packed":
-            return
-        tokens = torch.tensor([[0, 1, 2, 1], [2, 1, 0, 0]], device=self.model.device)
-        is_read = torch.tensor([[True, True, True, True], [True, True, False, False]], device=self.model.device)
-        try:
-            packed = self._hidden_states(tokens, is_read)
-        except (TypeError, ValueError, RuntimeError):
-            packed = None
-        self.attention = "sdpa"
-        self.model.set_attn_implementation("sdpa")
-        padded = self._hidden_states(tokens, is_read)
-        if packed is not None and torch.allclose(packed.float(), padded.float(), rtol=1e-2, atol=1e-2):
-            self.attention = "packed"
-            self.model.set_attn_implementation(PACKED)
-        else:
-            warnings.warn(f"{type(self.model).__name__} cannot be packed, so rows are padded", stacklevel=2)
-
-
-@final
-class AdapterReference:
-    """The reference of a policy with adapters: the same model with an adapter that stands still."""
-
-    def __init__(self, policy: CausalPolicy) -> None:
-        self._policy = policy
-
-    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        with adapters.as_reference(self._policy.model):
-            return self._policy(*arguments)
-
-    def weights(self) -> PolicyWeights:
-        """Its weights, by their Hugging Face names."""
-        return self._policy.adapted_weights(adapters.REFERENCE)
-
-    def follow(self, other: CausalPolicy, decay: float) -> None:
-        """Takes over the policy's adapter."""
-        if decay:
-            raise ValueError(
-                f"reference_refresh.decay is {decay}: the mean of two adapters' A and B is not the mean of their "
-                "products. With LoRA set it to 0"
-            )
-        other.settle()
-        adapters.copy_to_reference(other.model)
-
-    def shard(self, mesh: DeviceMesh) -> None:
-        """Nothing of its own to spread: the policy's model has it."""
-
-    def eval(self) -> None:
-        """Nothing in it acts otherwise in training."""

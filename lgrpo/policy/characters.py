@@ -1,4 +1,4 @@
-"""A tokenizer made on the spot."""
+"""A character-level tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token per character, plus padding and end of sequence.
+    """Return a tokenizer with one token per character, plus padding and end of sequence.
 
     >>> tokenizer = character_tokenizer("0123456789")
     >>> tokenizer("407").input_ids, tokenizer.decode([6, 2, 9])

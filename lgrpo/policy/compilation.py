@@ -1,4 +1,4 @@
-"""Compiled layers that keep a share of their activations."""
+"""Compiled layers that keep only part of their activations."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import fx
 
 
 @dataclass(frozen=True)
-class KeepingShare:
-    """A backend of ``torch.compile``: inductor's, with a share of activations kept for the backward pass.
+class ActivationBudgetBackend:
+    """Inductor as a backend of ``torch.compile``, with a budget of activations kept for the backward pass.
 
-    Torch reads the share while it compiles, wherever that happens: in a first forward pass, in one of new shapes, or
-    where a checkpointed layer is computed again. Only then it is set, so what else is compiled in the process has its
-    own. Layers share code where their backends are equal, so two policies with different shares do not.
+    Torch reads the budget from a global setting whenever it compiles: in the first forward pass, for new shapes, or
+    when a checkpointed layer is recomputed. The backend sets it only while it compiles, so other compiled code in the
+    process is not affected. Layers with equal backends share compiled code.
     """
 
-    share: float
+    budget: float
+    """Share of activations to keep, from 0 to 1 (``policy.activation_memory``)."""
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The graph, compiled."""
-        with torch._functorch.config.patch(activation_memory_budget=self.share):
+        """Compile a graph."""
+        with torch._functorch.config.patch(activation_memory_budget=self.budget):
             return torch._inductor.compile(graph, list(inputs))

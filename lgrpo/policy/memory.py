@@ -1,10 +1,12 @@
-"""How much memory an update takes, from the sizes of the model alone."""
+"""Memory of an update, estimated from the sizes of the model."""
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable
 
+import lightning as L
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
@@ -13,68 +15,73 @@ from lgrpo.policy.causal import CausalPolicy
 
 
 def activation_bytes(
-    config: PretrainedConfig, tokens: float, bytes_each: int, checkpointed: bool, share: float = 1.0
+    config: PretrainedConfig, tokens: float, bytes_each: int, checkpointed: bool, budget: float = 1.0
 ) -> float:
-    """What the layers keep of a micro-batch for the backward pass. With checkpointing: the input of each.
+    """Return the bytes that the layers keep of a micro-batch for the backward pass.
 
-    ``share`` is ``policy.activation_memory``. Torch means by it a share of what lies between the inputs of a layer, its
-    weights among them, and all it would keep; so where weights are larger than activations, it changes nothing.
+    With checkpointing that is the input of each layer. ``budget`` is ``policy.activation_memory``. Torch applies it to
+    the range between a layer's inputs, its weights included, and all activations it would keep; so it has no effect if
+    the weights are larger than the activations.
     """
     text = config.get_text_config()
     width, inner = text.hidden_size, getattr(text, "intermediate_size", 4 * text.hidden_size)
     inputs = tokens * width * bytes_each
     if checkpointed:
         return text.num_hidden_layers * inputs
-    whole = tokens * (10 * width + 3 * inner) * bytes_each
+    everything = tokens * (10 * width + 3 * inner) * bytes_each
     least = inputs + 4 * width * (4 * width + 3 * inner)
-    return text.num_hidden_layers * min(whole, share * whole + (1 - share) * least)
+    return text.num_hidden_layers * min(everything, budget * everything + (1 - budget) * least)
 
 
 def logit_bytes(config: PretrainedConfig, tokens: float, chunk_size: int) -> float:
-    """Logits of a chunk: themselves, their gradient, and room for a copy."""
+    """Return the bytes of a chunk of logits: the logits, their gradient, and a temporary copy."""
     return 3 * min(chunk_size, tokens) * config.get_text_config().vocab_size * 4
 
 
 def local_bytes(parameter: Tensor) -> int:
-    """Of a parameter, this process's part."""
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return own.numel() * own.element_size()
+    """Return the bytes of this process's shard of a parameter."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
 
 
-def refuse_over_budget(policy: CausalPolicy, budget: int, bytes_each: int, free: float) -> None:
-    """An error where an update in micro-batches of that many tokens will not fit into what is free."""
+def check_memory(policy: CausalPolicy, trainer: L.Trainer, budget: int | None) -> None:
+    """Raise a ``ValueError`` if an update in micro-batches of ``budget`` tokens does not fit into free GPU memory."""
+    device = trainer.strategy.root_device
+    if budget is None or device.type != "cuda":
+        return
     config, is_checkpointed = policy.model.config, policy.gradient_checkpointing
+    bytes_each = 2 if "16" in str(trainer.precision) else 4
 
-    def needs(tokens: float) -> float:
+    def required(tokens: float) -> float:
         kept = activation_bytes(config, tokens, bytes_each, is_checkpointed, policy.activation_memory)
         return kept + logit_bytes(config, tokens, policy.chunk_size)
 
-    state = 3 * sum(local_bytes(p) for p in policy.parameters() if p.requires_grad)  # gradients, two moments at most
-    refuse_what_does_not_fit(budget, needs, state, free)
+    state = 3 * sum(local_bytes(p) for p in policy.parameters() if p.requires_grad)  # gradients, at most two moments
+    check_token_budget(budget, required, state, torch.cuda.mem_get_info(device)[0])
 
 
-def refuse_what_does_not_fit(budget: int, needs: Callable[[float], float], state: float, free: float) -> None:
-    """An error where a micro-batch of that many tokens needs more memory than there is.
+def check_token_budget(budget: int, required: Callable[[float], float], state: float, free: float) -> None:
+    """Raise a ``ValueError`` if a micro-batch needs more memory than is free.
 
     Args:
-        budget: Tokens of a micro-batch.
-        needs: Bytes that so many tokens need: what the layers keep of them, and logits.
-        state: Bytes of gradients and optimizer, which are not there yet.
-        free: Bytes there are.
+        budget: Number of tokens in a micro-batch.
+        required: Bytes of activations and logits as a function of the number of tokens.
+        state: Bytes of gradients and optimizer state, which are not allocated yet.
+        free: Free bytes.
     """
-    if needs(budget) + state > free:
-        fitting = max(0, bisect(range(budget), free - state, key=needs) - 1)
+    if required(budget) + state > free:
+        fitting = max(0, bisect(range(budget), free - state, key=required) - 1)
         raise ValueError(
-            f"micro-batches of data.micro_batch_tokens {budget:,} would need about {in_words(needs(budget))} "
-            f"beside {in_words(state)} of gradients and optimizer, and {in_words(free)} are free: about {fitting:,} "
-            "tokens fit. Lower it, set policy.gradient_checkpointing, or lower policy.chunk_size"
+            f"micro-batches of data.micro_batch_tokens {budget:,} would need about {format_bytes(required(budget))} "
+            f"beside {format_bytes(state)} of gradients and optimizer, and {format_bytes(free)} are free: about "
+            f"{fitting:,} tokens fit. Lower it, set policy.gradient_checkpointing, or lower policy.chunk_size"
         )
 
 
-def in_words(num_bytes: float) -> str:
-    """A size as people read it.
+def format_bytes(num_bytes: float) -> str:
+    """Return a size with its unit.
 
-    >>> in_words(3 * 2**29)
+    >>> format_bytes(3 * 2**29)
     '1.5 GiB'
     """
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

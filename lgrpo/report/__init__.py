@@ -1,8 +1,7 @@
-"""A run turned into something people look at."""
+"""Reports on runs: an HTML page, a PNG of curves, summaries of checkpoints, intervals over seeds."""
 
-from lgrpo.report.checkpoints import find_checkpoints, headlines, write_summary
-from lgrpo.report.command import report
 from lgrpo.report.curves import draw_curves
+from lgrpo.report.evaluations import find_checkpoints, headlines, write_summary
 from lgrpo.report.intervals import Interval, mean_interval, paired_difference
 from lgrpo.report.names import metric_names, nearest
 from lgrpo.report.page import write_page
@@ -20,7 +19,6 @@ __all__ = [
     "nearest",
     "paired_difference",
     "read_series",
-    "report",
     "write_page",
     "write_summary",
 ]

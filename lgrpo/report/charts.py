@@ -1,4 +1,8 @@
-"""Which curves a page shows, and in which sections. A metric nobody thought of gets a chart of its own."""
+"""The charts of a page and their sections.
+
+To add a chart, add a ``Chart`` to a section of ``SECTIONS``. A metric that has none gets a chart to itself, in the
+section that ``SECTION_OF_PREFIX`` names.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,28 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SMOOTH = " (smoothed)"
-"""Ends the name of a curve that is derived, not logged."""
+SMOOTHED = " (smoothed)"
+"""Suffix of the name of a curve that is smoothed, not logged."""
 
 
 @dataclass(kw_only=True)
 class Chart:
-    """Curves that share an axis."""
+    """Curves that share one pair of axes."""
 
     title: str
     note: str = ""
     lines: dict[str, str] = field(default_factory=dict)
-    """Metric to label."""
-    marks: bool = False
-    """Whether the moments of syncs are marked."""
-    least: float | None = None
-    """The axis reaches down to this, and up to ``most``, whatever the values."""
-    most: float | None = None
+    """Label in the legend by name of the metric."""
+    show_syncs: bool = False
+    """Whether syncs are marked."""
+    axis_min: float | None = None
+    """Value that the vertical axis includes at its lower end, and ``axis_max`` at its upper end."""
+    axis_max: float | None = None
 
 
 @dataclass(kw_only=True)
 class Section:
-    """Charts under a heading."""
+    """Charts under one heading."""
 
     title: str
     note: str = ""
@@ -36,54 +40,54 @@ class Section:
 
 REWARD = Chart(
     title="Reward of rollouts",
-    note="Mean over a rollout's completions, as the reward gave it.",
-    lines={"rollout/reward": "each rollout", "rollout/reward" + SMOOTH: "smoothed"},
+    note="Mean over the completions of a rollout, before normalisation.",
+    lines={"rollout/reward": "each rollout", "rollout/reward" + SMOOTHED: "smoothed"},
 )
 SECTIONS = {
     "Off-policy": [
         Chart(
             title="Lag",
-            note="Optimizer steps between the weights that sampled and those being trained.",
+            note="Optimizer steps between the weights that sampled a completion and the weights being trained.",
             lines={"train/lag": "mean", "train/lag_max": "largest"},
-            marks=True,
-            least=0,
+            show_syncs=True,
+            axis_min=0,
         ),
         Chart(
             title="Ratio",
-            note="Probability of a live token now over when it was sampled: mean, smallest, largest.",
+            note="Probability of a live token under the policy divided by its probability when it was sampled.",
             lines={"train/ratio_mean": "mean", "train/ratio_min": "smallest", "train/ratio_max": "largest"},
-            marks=True,
+            show_syncs=True,
         ),
         Chart(
             title="Spread of the ratio",
-            note="Its standard deviation over tokens: how far the policy has moved from who sampled.",
+            note="Standard deviation over tokens: how far the policy has moved from the behaviour policy.",
             lines={"train/ratio_std": "deviation"},
-            marks=True,
-            least=0,
+            show_syncs=True,
+            axis_min=0,
         ),
         Chart(
             title="Clip fraction",
-            note="Share of live tokens without gradient because their ratio left the band.",
-            lines={"train/clip_fraction_low": "fell out", "train/clip_fraction_high": "rose out"},
-            marks=True,
-            least=0,
+            note="Share of live tokens without gradient because their ratio is outside the clip range.",
+            lines={"train/clip_fraction_low": "below", "train/clip_fraction_high": "above"},
+            show_syncs=True,
+            axis_min=0,
         ),
         Chart(
             title="KL",
-            note="Per token, the k3 estimate: of the policy from who sampled, and from the reference.",
+            note="k3 estimate per token: from the behaviour policy and from the reference.",
             lines={"train/kl_behaviour": "from behaviour", "train/kl_reference": "from reference"},
-            marks=True,
-            least=0,
+            show_syncs=True,
+            axis_min=0,
         ),
         Chart(
             title="Entropy",
-            note="Of the policy per live token, in nats.",
+            note="Entropy of the policy per live token, in nats.",
             lines={"train/entropy": "entropy"},
-            marks=True,
+            show_syncs=True,
         ),
         Chart(
             title="Engine mismatch",
-            note="Of the log-probabilities of engine and trainer where both have the same weights.",
+            note="Difference of the log-probabilities of engine and trainer while both have the same weights.",
             lines={"train/engine_mismatch_mean": "mean", "train/engine_mismatch_max": "largest"},
         ),
     ],
@@ -91,59 +95,65 @@ SECTIONS = {
     "Rollouts": [
         Chart(
             title="Shares of completions",
-            note="In groups whose rewards are all equal; that train; that hit the length limit.",
+            note="In groups whose rewards are all equal; with a loss; cut at the length limit; sampled again.",
             lines={
                 "rollout/zero_variance_fraction": "zero variance",
                 "rollout/live_fraction": "live",
                 "rollout/truncated_fraction": "truncated",
                 "rollout/resampled_fraction": "resampled",
             },
-            least=0,
+            axis_min=0,
         ),
         Chart(
             title="Length of completions",
-            note="Mean, in tokens.",
+            note="Mean number of tokens.",
             lines={"rollout/completion_length": "tokens"},
-            least=0,
+            axis_min=0,
         ),
         Chart(
-            title="Spread of the reward", note="Over completions.", lines={"rollout/reward_std": "deviation"}, least=0
+            title="Spread of the reward",
+            note="Standard deviation over completions.",
+            lines={"rollout/reward_std": "deviation"},
+            axis_min=0,
         ),
     ],
     "Optimisation": [
-        Chart(title="Loss", note="Of the whole step.", lines={"train/loss": "loss"}),
-        Chart(title="Live tokens", note="Tokens that trained.", lines={"train/live_tokens": "tokens"}, least=0),
+        Chart(title="Loss", note="Of one optimizer step, over all micro-batches.", lines={"train/loss": "loss"}),
         Chart(
-            title="Skipped steps", note="1 where no token was live.", lines={"train/step_skipped": "skipped"}, least=0
+            title="Live tokens", note="Number of tokens with a loss.", lines={"train/live_tokens": "tokens"}, axis_min=0
+        ),
+        Chart(
+            title="Skipped steps", note="1 if no token was live.", lines={"train/step_skipped": "skipped"}, axis_min=0
         ),
     ],
     "Time": [
         Chart(
             title="Idle share",
-            note="Of the time since the rollout before: the trainer waits; the engine does not generate.",
+            note="Share of the time since the previous rollout: trainer waiting, engine not generating.",
             lines={"time/trainer_idle_share": "trainer", "time/engine_idle_share": "engine"},
-            least=0,
-            most=1,
+            axis_min=0,
+            axis_max=1,
         ),
         Chart(
             title="Stage seconds",
-            note="Of a rollout; the update is that of one optimizer step.",
+            note="Seconds of one rollout in each stage; the update is one optimizer step.",
             lines={f"time/{stage}": stage for stage in ("sync", "generate", "score", "wait", "update")},
-            least=0,
+            axis_min=0,
         ),
     ],
 }
-ROOMS = {
+SECTION_OF_PREFIX = {
     "improvement": "Improvement",
     "rollout": "Rollouts",
     "reward": "Rewards",
     "train": "Optimisation",
     "time": "Time",
 }
+"""Section of a metric without a chart, by the prefix of its name."""
 
 
 def chart_sections(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The sections for metrics of these names, as plain dictionaries; every name is in exactly one chart or a band."""
+    """Return the sections with charts for these metrics; every name is in exactly one chart, or drawn as a band."""
     names = list(names)
     left = dict.fromkeys(names)
     sections = {"Learning": Section(title="Learning", charts=[*_take(left, [REWARD]), *_validation(left)])}
@@ -154,17 +164,17 @@ def chart_sections(names: Iterable[str]) -> list[dict[str, Any]]:
             del left[name]  # drawn as a band
     for name in left:
         group, _, rest = name.rpartition("/")
-        room = ROOMS.get(name.partition("/")[0], group.capitalize() or "Other")
-        words = rest[:1].upper() + rest[1:].replace("_", " ")
-        chart = Chart(title=words, lines={name: name}, marks=room == "Improvement")
-        sections.setdefault(room, Section(title=room)).charts.append(chart)
+        section = SECTION_OF_PREFIX.get(name.partition("/")[0], group.capitalize() or "Other")
+        title = rest[:1].upper() + rest[1:].replace("_", " ")
+        chart = Chart(title=title, lines={name: name}, show_syncs=section == "Improvement")
+        sections.setdefault(section, Section(title=section)).charts.append(chart)
     order = ["Learning", "Off-policy", "Improvement", "Rollouts", "Rewards", "Optimisation"]
     titles = [*order, *(title for title in sections if title not in (*order, "Time")), "Time"]
     return [asdict(sections[title]) for title in titles if title in sections and sections[title].charts]
 
 
 def _take(left: dict[str, None], charts: Iterable[Chart]) -> list[Chart]:
-    """The charts whose metrics are there, each with those that are; they are not left any more."""
+    """Return the charts that have metrics in ``left``, restricted to these, and remove the metrics from ``left``."""
     taken = []
     for chart in charts:
         lines = {name: label for name, label in chart.lines.items() if name in left}
@@ -176,22 +186,24 @@ def _take(left: dict[str, None], charts: Iterable[Chart]) -> list[Chart]:
 
 
 def _validation(left: dict[str, None]) -> list[Chart]:
-    """pass@k, maj@k and the gain over the reference of every task that was validated on."""
+    """Return charts of pass@k, maj@k and the gain over the reference for every evaluated task."""
     charts = []
     groups = dict.fromkeys(name.rpartition("/")[0] for name in left if "@" in name.rpartition("/")[2])
     for group in groups:
-        where = {"val": "held-out problems", "test": "test problems"}.get(group, group.removeprefix("val/"))
+        problems = {"val": "held-out problems", "test": "test problems"}.get(group, group.removeprefix("val/"))
         for kind, note in (
-            ("pass", "Chance that one of k samples is right, mean over problems."),
-            ("maj", "Chance that the commonest answer of k samples is right."),
+            ("pass", "Probability that at least one of k samples is correct, mean over problems."),
+            ("maj", "Probability that the most frequent answer of k samples is correct."),
         ):
             start = f"{group}/{kind}@"
             names = sorted((n for n in left if n.startswith(start) and n.removeprefix(start).isdigit()), key=_samples)
             lines = {name: f"{kind}@{_samples(name)}" for name in names}
-            charts += _take(left, [Chart(title=f"{kind}@k, {where}", note=note, lines=lines, least=0, most=1)])
+            charts += _take(
+                left, [Chart(title=f"{kind}@k, {problems}", note=note, lines=lines, axis_min=0, axis_max=1)]
+            )
         gain = Chart(
-            title=f"Gain over the reference, {where}",
-            note="pass@1 of the policy less that of the reference.",
+            title=f"Gain over the reference, {problems}",
+            note="pass@1 of the policy minus pass@1 of the reference.",
             lines={f"{group}/pass@1_over_reference": "gain"},
         )
         charts += _take(left, [gain])

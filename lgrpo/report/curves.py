@@ -1,4 +1,4 @@
-"""Reward and lag of a run, as a picture."""
+"""The curves of a run as a PNG."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lgrpo.report.series import Series
 
 
 def draw_curves(series: Series, path: Path) -> None:
-    """Writes a PNG: reward and pass@1 above, lag of the behaviour policy below."""
+    """Write a PNG with reward and pass@1 above, and the lag of the behaviour policy below."""
     try:
-        from matplotlib.figure import Figure  # not pyplot, which would choose how a notebook shows its own
+        from matplotlib.figure import Figure  # pyplot would change the backend of a notebook
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'lgrpo[tutorials]'") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -37,6 +37,6 @@ def draw_curves(series: Series, path: Path) -> None:
 
 
 def _smoothed(values: list[float], window: int = 15) -> list[float]:
-    """Mean of each value with those shortly before it."""
+    """Return the mean of each value and the ``window - 1`` values before it."""
     pieces = (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))
     return [sum(piece) / len(piece) for piece in pieces]

@@ -1,4 +1,4 @@
-"""Means over seeds and what is known about them: intervals of Student's t, and differences paired by seed."""
+"""Confidence intervals of means over seeds (Student's t), and differences paired by seed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lgrpo.checks import check_range
+
 
 @dataclass(kw_only=True, frozen=True)
 class Interval:
-    """A mean and how far off it may be."""
+    """A mean with its confidence interval."""
 
     mean: float
     half_width: float
-    """Of the confidence interval; NaN where there is one value only, which says nothing about it."""
+    """Half the width of the confidence interval; NaN for a single value."""
     count: int
 
     def __str__(self) -> str:
@@ -22,13 +24,13 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The mean of independent values, with its t-interval.
+    """Return the mean of independent values with its t-interval.
 
     >>> print(mean_interval([0.5, 0.6, 0.7]))
     0.6000 ± 0.2484
     """
     if not values:
-        raise ValueError("there is no mean of no values")
+        raise ValueError("a mean requires at least one value")
     mean, count = statistics.fmean(values), len(values)
     if count == 1:
         return Interval(mean=mean, half_width=math.nan, count=1)
@@ -39,9 +41,9 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
 def paired_difference(
     values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 0.95
 ) -> Interval | None:
-    """Of two arms, the mean difference over the seeds they share; None where they share none.
+    """Return the mean difference of two arms over the seeds they share; None if they share none.
 
-    What a seed does to both arms cancels, so that this can be certain where the two intervals overlap.
+    Effects of a seed on both arms cancel, so the difference can be significant although the two intervals overlap.
 
     >>> print(paired_difference({0: 0.6, 1: 0.8}, {0: 0.5, 1: 0.69, 2: 0.9}))
     0.1050 ± 0.0635
@@ -51,13 +53,12 @@ def paired_difference(
 
 
 def t_quantile(confidence: float, degrees: int) -> float:
-    """The t that Student's distribution exceeds, either way, with probability 1 - confidence.
+    """Return t such that P(abs(T) < t) = ``confidence`` for Student's distribution.
 
     >>> [round(t_quantile(0.95, degrees), 3) for degrees in (1, 2, 4, 9, 100)]
     [12.706, 4.303, 2.776, 2.262, 1.984]
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"the confidence is {confidence}; it lies between 0 and 1")
+    check_range("confidence", confidence, above=0, below=1)
     low, high = 0.0, 1.0
     while _within(high, degrees) < confidence:
         high *= 2
@@ -68,7 +69,7 @@ def t_quantile(confidence: float, degrees: int) -> float:
 
 
 def _within(t: float, degrees: int) -> float:
-    """P(|T| < t): the finite sums that hold for whole degrees of freedom."""
+    """Return P(abs(T) < t) by the finite sums for integer degrees of freedom."""
     angle = math.atan(t / math.sqrt(degrees))
     sine, square = math.sin(angle), math.cos(angle) ** 2
     term = 1.0 if degrees % 2 == 0 else math.cos(angle)

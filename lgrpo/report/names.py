@@ -1,4 +1,4 @@
-"""The names a run logs, known before it runs."""
+"""The names of the metrics that a run logs, so that a misspelt name is found before the run starts."""
 
 from __future__ import annotations
 
@@ -97,25 +97,25 @@ _VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference"]
 
 
 def metric_names(num_samples: Mapping[str, int]) -> list[str]:
-    """Every name the page of metrics has, the parts of a reward apart (``reward/NAME``).
+    """Return every metric of ``tutorials/pages/metrics.md`` except the parts of a reward (``reward/NAME``).
 
     Args:
-        num_samples: Of each task that is validated on, by its name; the run's own has none.
+        num_samples: Samples per problem of each validated task, by name; "" is the name of the run's task.
 
     >>> [name for name in metric_names({"": 5, "aime": 2}) if "j@" in name or "s@" in name and "1" not in name]
     ['val/pass@2', 'val/pass@4', 'val/pass@5', 'val/maj@4', 'val/maj@5', 'val/aime/pass@2']
     """
-    rooms = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME, "fault": _FAULT}
-    rooms |= {"monitor": _MONITOR, "calibration": _CALIBRATION, "sync": _SYNC}
+    groups = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME, "fault": _FAULT}
+    groups |= {"monitor": _MONITOR, "calibration": _CALIBRATION, "sync": _SYNC}
     for task, count in num_samples.items():
         several = sorted({2**n for n in range(1, count.bit_length())} | ({count} - {1}))
         at_k = [f"pass@{k}" for k in several] + [f"maj@{k}" for k in several if k > 2]
-        rooms[f"val/{task}" if task else "val"] = [*_VALIDATION, *at_k]
-    return [f"{room}/{name}" for room, names in rooms.items() for name in names]
+        groups[f"val/{task}" if task else "val"] = [*_VALIDATION, *at_k]
+    return [f"{group}/{name}" for group, names in groups.items() for name in names]
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """The words "did you mean …?", where something is near.
+    """Return ": did you mean …?" with similar names, or an empty string.
 
     >>> nearest("val/pas@1", ["val/pass@1", "train/loss"])
     ': did you mean val/pass@1?'

@@ -1,4 +1,4 @@
-"""What a reward is, and what is accepted from one."""
+"""Base classes of rewards, and the check of the scores they return."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lgrpo.types import Completion, Prompt
 
 
 class NotYet(enum.Enum):
-    """The type of ``NOT_YET``."""
+    """Type of ``NOT_YET``."""
 
     NOT_YET = "not yet"
 
 
 NOT_YET = NotYet.NOT_YET
-"""What a reward answers when the score will come later: the group waits, and is asked for again before each rollout."""
+"""Returned by a reward whose score comes later: the group waits and is scored again before each rollout."""
 
 Score: TypeAlias = float | NotYet
 Failure: TypeAlias = Literal["timeouts", "crashes", "memory", "output", "errors"]
-"""How scoring fails: in time, by dying, by taking too much memory, by writing too much, by raising."""
+"""Kinds of scoring failures: too slow, worker ended, too much memory, too much output, exception."""
 
 
 @final
 class FailedScore(float):
-    """The score of a completion whose scoring failed, how, and why."""
+    """Score of a completion whose scoring failed, with the kind of failure and the reason."""
 
     kind: Failure
     why: str
@@ -41,36 +41,36 @@ class FailedScore(float):
 
 
 class BatchReward(ABC):
-    """Scores the completions of a group together: the siblings of one prompt."""
+    """Scores the completions of one prompt together."""
 
     is_inline = False
-    """Whether it is called in the trainer's process. For rewards that surely end, soon; others are given workers."""
+    """Whether it runs in the trainer's process, for rewards that always return quickly; others run in workers."""
 
     @abstractmethod
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[Score]:
-        """One finite number for each completion, or ``NOT_YET``; ``prompts[i]`` is the prompt of ``completions[i]``."""
+        """Return a finite number or ``NOT_YET`` for each completion; ``prompts[i]`` belongs to ``completions[i]``."""
 
     def required_fields(self) -> set[str]:
-        """Fields of a dataset row this reward reads, checked before the run starts."""
+        """Return the fields of a dataset row this reward reads; they are checked before the run starts."""
         return set()
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # noqa: B027
-        """Raises ValueError where the row's answer is of no use. Asked for every row before the run starts."""
+        """Raise a ``ValueError`` if the row's answer is unusable. Called for every row before the run starts."""
 
     def final_answer(self, text: str) -> str | None:
-        """The answer a completion ends in, in a form in which equal answers are equal strings. For maj@k."""
+        """Return the final answer of a completion, normalised so that equal answers are equal strings, for maj@k."""
         return text.strip() or None
 
     def report(self) -> dict[str, float]:
-        """Means to log (``reward/…``) over what was scored since the last report; always the same names."""
+        """Return metrics (``reward/…``) of the scores since the last report; always the same names."""
         return {}
 
     def map_leaves(self, change: Callable[[BatchReward], BatchReward]) -> BatchReward:
-        """This reward, with every reward it is made of changed; where it is made of none, itself changed."""
+        """Return a copy with ``change`` applied to every reward it contains, or to itself if it contains none."""
         return change(self)
 
     def close(self) -> None:  # noqa: B027
-        """Ends what it started."""
+        """End the processes it started."""
 
 
 class Reward(BatchReward):
@@ -78,21 +78,21 @@ class Reward(BatchReward):
 
     @abstractmethod
     def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """A finite number, or ``NOT_YET``; for pass@k, 1 and more is right."""
+        """Return a finite number or ``NOT_YET``; for pass@k, a completion is right at 1 or above."""
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         return [self.score(p, c) for p, c in zip(prompts, completions, strict=True)]
 
 
 class AsyncReward(BatchReward):
-    """Scores one completion at a time, many at once: for scores that are waited for, as from a server."""
+    """Scores completions one by one, many concurrently: for scores that wait, for example for a server."""
 
     concurrency: int = 64
-    """Completions that may be waited for at once, in each worker."""
+    """Number of concurrent completions in each worker."""
 
     @abstractmethod
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """A finite number, or ``NOT_YET``; for pass@k, 1 and more is right."""
+        """Return a finite number or ``NOT_YET``; for pass@k, a completion is right at 1 or above."""
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         async def all_scores() -> list[Score]:
@@ -108,7 +108,7 @@ class AsyncReward(BatchReward):
 
 
 class WrappedReward(BatchReward):
-    """A reward around another one. What is not its own business it passes on."""
+    """Reward around another one, to which it delegates every method by default."""
 
     def __init__(self, reward: BatchReward) -> None:
         self.reward = reward
@@ -134,13 +134,13 @@ class WrappedReward(BatchReward):
 
 
 def run_anywhere(work: Coroutine[Any, Any, list[Score]]) -> list[Score]:
-    """The result of a coroutine, also where an event loop is running already, as in a notebook."""
+    """Return the result of a coroutine, even if an event loop is already running, as in a notebook."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
 
 def combined(value: float, parts: Sequence[Score]) -> Score:
-    """A number made of several scores: late where one of them is late, failed where one of them failed."""
+    """Return ``value``, computed from several scores: ``NOT_YET`` or failed if one of them is."""
     if any(part is NOT_YET for part in parts):
         return NOT_YET
     failed = [part for part in parts if isinstance(part, FailedScore)]
@@ -148,7 +148,7 @@ def combined(value: float, parts: Sequence[Score]) -> Score:
 
 
 def checked_rewards(reward: BatchReward, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-    """The reward's numbers, one for each completion and all of them finite, or an error that names the culprit."""
+    """Return the reward's scores; raise a ``ValueError`` unless there is one valid score for each completion."""
     name = type(reward).__name__
     values = list(reward(prompts, completions))
     if len(values) != len(completions):
@@ -160,14 +160,14 @@ def checked_rewards(reward: BatchReward, prompts: Sequence[Prompt], completions:
 
 
 def checked_score(name: str, value: object, prompt: Prompt, completion: Completion) -> Score:
-    """A score, or an error that says whose it is."""
+    """Return a valid score; raise a ``ValueError`` that names the reward and the completion otherwise."""
     if value is NOT_YET or isinstance(value, FailedScore):
         return value
     try:
         number = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = math.nan
-    if not abs(number) < 1e38:  # what float32 holds; false for NaN too
+    if not abs(number) < 1e38:  # the range of float32; false for NaN too
         raise ValueError(
             f"{name} returned {value!r}, not a finite number, for completion {completion.text[:200]!r} of prompt "
             f"{prompt.text[:200]!r}"

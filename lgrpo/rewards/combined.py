@@ -1,4 +1,4 @@
-"""Several rewards as one, and a function as a reward."""
+"""Rewards made of other rewards, and of a function."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lgrpo.types import Completion, Prompt
 
 @final
 class WeightedSum(BatchReward):
-    """A sum of rewards, each with a weight, each logged by its name (``reward/NAME``, ``reward/NAME_std``)."""
+    """Weighted sum of named rewards, each of which is logged (``reward/NAME``, ``reward/NAME_std``)."""
 
     def __init__(self, rewards: dict[str, BatchReward], weights: dict[str, float] | None = None) -> None:
         """
         Args:
-            rewards: By name. The first one reads the final answer, for maj@k.
-            weights: Of each name; 1 where it is not among them.
+            rewards: Rewards by name. The first one reads the final answer, for maj@k.
+            weights: Weights by name; the default is 1.
         """
         if not rewards:
             raise ValueError("WeightedSum has no rewards to add up")
         if taken := sorted({"failures", *get_args(Failure)} & set(rewards)):
-            raise ValueError(f"a reward may not be called {taken}: reward/{taken[0]} counts what failed")
+            raise ValueError(f"a reward may not be called {taken}: reward/{taken[0]} counts failures")
         if unknown := sorted(set(weights or {}) - set(rewards)):
             raise ValueError(f"there are weights for {unknown}, but the rewards are {sorted(rewards)}")
         self.rewards = rewards
         self.weights = {name: (weights or {}).get(name, 1.0) for name in rewards}
-        self._seen: dict[str, Spread] = {name: Spread() for name in rewards}
+        self._statistics: dict[str, ScoreStatistics] = {name: ScoreStatistics() for name in rewards}
 
     @property
     def is_inline(self) -> bool:  # type: ignore[override]
@@ -50,10 +50,10 @@ class WeightedSum(BatchReward):
         return next(iter(self.rewards.values())).final_answer(text)
 
     def report(self) -> dict[str, float]:
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, reward in self.rewards.items():
-            figures |= reward.report() | self._seen[name].report(f"reward/{name}")
-        return figures
+            metrics |= reward.report() | self._statistics[name].report(f"reward/{name}")
+        return metrics
 
     def close(self) -> None:
         for reward in self.rewards.values():
@@ -62,7 +62,7 @@ class WeightedSum(BatchReward):
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         scores = {name: checked_rewards(reward, prompts, completions) for name, reward in self.rewards.items()}
         for name, values in scores.items():
-            self._seen[name].add(values)
+            self._statistics[name].add(values)
         return [self._sum(dict(zip(scores, parts, strict=True))) for parts in zip(*scores.values(), strict=True)]
 
     def _sum(self, parts: dict[str, Score]) -> Score:
@@ -70,8 +70,8 @@ class WeightedSum(BatchReward):
         return combined(sum(self.weights[name] * value for name, value in known.items()), list(parts.values()))
 
 
-class Spread:
-    """Mean and deviation of the scores that went by, from any thread."""
+class ScoreStatistics:
+    """Mean and standard deviation of scores since the last report. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: list[float] = []
@@ -82,24 +82,24 @@ class Spread:
             self._values += [score for score in scores if not isinstance(score, NotYet)]
 
     def report(self, name: str) -> dict[str, float]:
-        """Of what was added since the last report; 0 where nothing was."""
+        """Return and reset the statistics; 0 if no score was added."""
         with self._lock:
             values, self._values = self._values or [0.0], []
         return {name: statistics.fmean(values), f"{name}_std": statistics.pstdev(values)}
 
-    def __reduce__(self) -> tuple[type[Spread], tuple[()]]:
-        """Empty: what went by here did not go by there."""
-        return Spread, ()
+    def __reduce__(self) -> tuple[type[ScoreStatistics], tuple[()]]:
+        """Pickle without the scores, which belong to this process."""
+        return ScoreStatistics, ()
 
 
 @final
 class FunctionReward(Reward):
-    """A Python function of (text of the completion, row of the data), by its import path."""
+    """Python function of (text of the completion, row of the data), by its import path."""
 
     def __init__(self, path: str) -> None:
         """
         Args:
-            path: ``package.module.function``.
+            path: Import path, ``package.module.function``.
         """
         self.path = path
         self._function = import_function(path)
@@ -109,7 +109,7 @@ class FunctionReward(Reward):
 
 
 def import_function(path: str) -> Callable[..., Score]:
-    """The function an import path names.
+    """Return the function at an import path.
 
     >>> import_function("math.hypot")(3, 4)
     5.0
@@ -120,5 +120,5 @@ def import_function(path: str) -> Callable[..., Score]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"there is no function {path}: {error}") from error
     if not callable(function):
-        raise ValueError(f"{path} is no function")
+        raise ValueError(f"{path} is not a function")
     return function

@@ -1,4 +1,4 @@
-"""Countdown: an equation out of given numbers."""
+"""Reward for Countdown: an equation of given numbers that reaches a target."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, final
 
+from lgrpo.checks import check_range
 from lgrpo.rewards.base import Reward
 from lgrpo.types import Completion, Prompt
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_LONGEST = 200
+_MAX_LENGTH = 200
 
 
 @final
 class CountdownEquation(Reward):
-    """1 where the answer is an equation of +, -, * and / that uses each given number once and comes to the target.
+    """1 if the answer is an equation of +, -, * and / that uses each given number once and equals the target.
 
-    The answer is what stands in the last ``<answer>…</answer>``, or else the last line; what follows ``=`` is left out.
-    It is parsed, never evaluated as code, in exact fractions.
+    The answer is the content of the last ``<answer>…</answer>``, or else the last line, up to ``=``. It is parsed and
+    computed with exact fractions, never executed as code.
     """
 
     is_inline = True
@@ -31,10 +32,9 @@ class CountdownEquation(Reward):
         Args:
             numbers_field: Field of the dataset row with the numbers.
             target_field: Field with the target.
-            partial: Score of an equation that uses the numbers rightly and misses the target.
+            partial: Score of an equation that uses each number once and misses the target.
         """
-        if not 0 <= partial < 1:
-            raise ValueError(f"partial is {partial}; it is a score from 0 up to, not including, 1")
+        check_range("partial", partial, at_least=0, below=1)
         self.numbers_field = numbers_field
         self.target_field = target_field
         self.partial = partial
@@ -47,7 +47,7 @@ class CountdownEquation(Reward):
         try:
             Fraction(str(target)), [int(number) for number in numbers]
         except (ValueError, TypeError) as error:
-            raise ValueError(f"numbers {numbers!r} and target {target!r} are no Countdown problem") from error
+            raise ValueError(f"numbers {numbers!r} and target {target!r} are not a Countdown problem") from error
 
     def final_answer(self, text: str) -> str | None:
         return final_equation(text) or None
@@ -63,7 +63,7 @@ class CountdownEquation(Reward):
 
 
 def final_equation(text: str) -> str:
-    """The equation an answer ends in.
+    """Return the equation at the end of a completion.
 
     >>> final_equation("Let me see. <answer> (53 + 21) - 29 = 45 </answer>")
     '(53 + 21) - 29'
@@ -75,16 +75,16 @@ def final_equation(text: str) -> str:
 
 
 def evaluate(expression: str) -> tuple[Fraction, Counter[int]]:
-    """The value of an arithmetic expression and the numbers in it.
+    """Return the value of an arithmetic expression and the numbers in it.
 
     >>> evaluate("(53 + 21) - 29")
     (Fraction(45, 1), Counter({53: 1, 21: 1, 29: 1}))
     >>> evaluate("2 ** 9")
     Traceback (most recent call last):
-    ValueError: only whole numbers and + - * / are arithmetic here
+    ValueError: only whole numbers and + - * / are allowed
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"an equation of {len(expression)} characters is no equation")
+    if len(expression) > _MAX_LENGTH:
+        raise ValueError(f"the equation has {len(expression)} characters; at most {_MAX_LENGTH} are allowed")
     used: Counter[int] = Counter()
 
     def walk(node: ast.expr) -> Fraction:
@@ -100,6 +100,6 @@ def evaluate(expression: str) -> tuple[Fraction, Counter[int]]:
                 return walk(left) * walk(right)
             case ast.BinOp(left, ast.Div(), right):
                 return walk(left) / walk(right)
-        raise ValueError("only whole numbers and + - * / are arithmetic here")
+        raise ValueError("only whole numbers and + - * / are allowed")
 
     return walk(ast.parse(expression, mode="eval").body), used

@@ -1,30 +1,29 @@
-"""Rewards of how short an answer is."""
+"""Rewards for short completions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import final
 
+from lgrpo.checks import check_range
 from lgrpo.rewards.base import BatchReward, NotYet, Reward, Score, WrappedReward, checked_rewards, combined
 from lgrpo.types import Completion, Prompt
 
 
 @final
 class CompletionLength(Reward):
-    """1 for completions of up to ``target`` tokens, falling in a straight line to 0 at ``target + width``."""
+    """1 for completions of up to ``target`` tokens, falling linearly to 0 at ``target + width``."""
 
     is_inline = True
 
     def __init__(self, target: int, width: int) -> None:
         """
         Args:
-            target: Longest completion, in tokens, that gets the whole reward.
-            width: Tokens beyond it over which the reward falls to 0.
+            target: Longest completion, in tokens, with reward 1.
+            width: Number of further tokens over which the reward falls to 0.
         """
-        if target < 0:
-            raise ValueError(f"target is {target}; a completion has no fewer than 0 tokens")
-        if width < 1:
-            raise ValueError(f"width is {width}; it counts tokens, from 1 on")
+        check_range("target", target, at_least=0)
+        check_range("width", width, at_least=1)
         self.target = target
         self.width = width
 
@@ -32,7 +31,7 @@ class CompletionLength(Reward):
         return self.of_length(len(completion.token_ids))
 
     def of_length(self, length: int) -> float:
-        """Of a completion of so many tokens.
+        """Return the reward of a completion of ``length`` tokens.
 
         >>> reward = CompletionLength(target=100, width=50)
         >>> [reward.of_length(length) for length in (20, 100, 110, 125, 150, 900)]
@@ -43,20 +42,19 @@ class CompletionLength(Reward):
 
 @final
 class Shortest(WrappedReward):
-    """Another reward, plus more for the shorter among the siblings of a group (Kimi k1.5, arXiv 2501.12599).
+    """Another reward, plus a bonus for the shorter completions of a group (Kimi k1.5, arXiv 2501.12599).
 
-    The shortest gains half of ``weight`` and the longest loses half of it. What is not right, at a reward below 1, can
-    lose by its length and not gain.
+    The shortest gains half of ``weight`` and the longest loses half of it. A wrong completion, one with a reward below
+    1, can lose by its length but not gain.
     """
 
     def __init__(self, reward: BatchReward, weight: float = 1.0) -> None:
         """
         Args:
-            reward: Of the answer itself; 1 and more is right.
-            weight: Of the length.
+            reward: Reward of the answer; a completion is right at 1 or above.
+            weight: Weight of the length.
         """
-        if not weight > 0:
-            raise ValueError(f"weight is {weight}; it must be above 0")
+        check_range("weight", weight, above=0)
         super().__init__(reward)
         self.weight = weight
 
@@ -65,17 +63,17 @@ class Shortest(WrappedReward):
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         scores = checked_rewards(self.reward, prompts, completions)
-        extras = shortness([len(completion.token_ids) for completion in completions])
-        return [self._sum(score, extra) for score, extra in zip(scores, extras, strict=True)]
+        bonuses = shortness([len(completion.token_ids) for completion in completions])
+        return [self._sum(score, bonus) for score, bonus in zip(scores, bonuses, strict=True)]
 
-    def _sum(self, score: Score, extra: float) -> Score:
+    def _sum(self, score: Score, bonus: float) -> Score:
         if isinstance(score, NotYet):
             return score
-        return combined(score + self.weight * (extra if score >= 1 else min(extra, 0.0)), [score])
+        return combined(score + self.weight * (bonus if score >= 1 else min(bonus, 0.0)), [score])
 
 
 def shortness(lengths: Sequence[int]) -> list[float]:
-    """½ for the shortest, -½ for the longest, in a straight line; 0 where all are of one length.
+    """Map lengths linearly to ½ for the shortest and -½ for the longest; to 0 if all are equal.
 
     >>> shortness([10, 20, 40, 50])
     [0.5, 0.25, -0.25, -0.5]

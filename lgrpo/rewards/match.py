@@ -1,4 +1,4 @@
-"""Rewards that compare the answer with the one in the data."""
+"""Rewards that compare the completion with the answer in the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?
 
 @final
 class ExactMatch(Reward):
-    """1 where the completion, stripped of surrounding space, is the answer to the letter; else 0."""
+    """1 if the completion, without surrounding white space, is exactly the answer, else 0."""
 
     is_inline = True
 
@@ -34,7 +34,7 @@ class ExactMatch(Reward):
 
 @final
 class NumericMatch(Reward):
-    """1 where the last number in the completion equals the answer; else 0."""
+    """1 if the last number in the completion equals the answer, else 0."""
 
     is_inline = True
 
@@ -69,7 +69,7 @@ class NumericMatch(Reward):
 
 
 def last_number(text: str) -> float | None:
-    """The last number written in a text, thousands separators allowed.
+    """Return the last number in a text, which may have thousands separators, or None.
 
     >>> [last_number(text) for text in ("12 apples cost $1,340.50.", "10-4", "so -4", "1,2", "2e3", ".5", "none")]
     [1340.5, 4.0, -4.0, 2.0, 2000.0, 0.5, None]

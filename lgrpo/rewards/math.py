@@ -1,4 +1,4 @@
-"""Mathematical answers, compared as mathematics."""
+"""Reward that compares mathematical answers by their values."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lgrpo.rewards.base import Reward
 from lgrpo.rewards.match import last_number
 from lgrpo.types import Completion, Prompt
 
-_SAME = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\left": "", "\\right": "", "\\!": "", "\\,": "", "$": ""}
+_NORMAL_FORMS = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\left": "", "\\right": "", "\\!": "", "\\,": "", "$": ""}
 
 
 @final
 class MathVerify(Reward):
-    """1 where ``math-verify`` finds the completion's final answer equal to the one in the data; else 0.
+    """1 if ``math-verify`` finds the completion's final answer equal to the one in the data, else 0.
 
-    It reads LaTeX, ``\\boxed{…}`` first, and plain expressions: 1/2, 0.5 and \\frac{1}{2} are one answer.
+    It reads LaTeX, ``\\boxed{…}`` first, and plain expressions: 1/2, 0.5 and \\frac{1}{2} are equal.
     """
 
     def __init__(self, field: str = "answer") -> None:
@@ -35,7 +35,7 @@ class MathVerify(Reward):
         return {self.field}
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        if not str(row[self.field]).strip():  # whether it is mathematics is seen when it is needed: parsing takes time
+        if not str(row[self.field]).strip():  # parsing every row would take too long
             raise ValueError(f"field {self.field!r} of the data is empty")
 
     def final_answer(self, text: str) -> str | None:
@@ -47,12 +47,12 @@ class MathVerify(Reward):
     def score(self, prompt: Prompt, completion: Completion) -> float:
         gold = parse(f"${prompt.row[self.field]}$")
         if not gold:
-            raise ValueError(f"field {self.field!r} of the data is no mathematics: {prompt.row[self.field]!r}")
+            raise ValueError(f"field {self.field!r} of the data is not mathematics: {prompt.row[self.field]!r}")
         return float(equal(gold, parse(from_last_box(completion.text))))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}`` of a text, braces inside it balanced.
+    r"""Return the content of the last ``\boxed{…}`` of a text, with balanced braces, or None.
 
     >>> last_boxed(r"so \boxed{3}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -61,17 +61,17 @@ def last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     depth, start = 1, start + len("\\boxed{")
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[start:place]
+            return text[start:end]
     return None
 
 
 def from_last_box(text: str) -> str:
-    r"""A text from the line on in which its last ``\boxed`` stands; all of it where there is none.
+    r"""Return a text from the line of its last ``\boxed`` on, or all of it if there is none.
 
-    Of several boxes math-verify would take whichever it can read: an answer that was taken back is not the answer.
+    Of several boxes math-verify would take any it can read, even one that the completion corrects later.
 
     >>> from_last_box("It is \\boxed{3}.\nNo: it is \\boxed{4}.")
     'No: it is \\boxed{4}.'
@@ -81,25 +81,25 @@ def from_last_box(text: str) -> str:
 
 
 def normal_form(answer: str) -> str:
-    r"""A LaTeX answer without what does not change it: spaces, sizes, a full stop.
+    r"""Remove from a LaTeX answer what does not change its value: spaces, sizes, a full stop.
 
     >>> normal_form(r" \dfrac{1}{2} \,.") == normal_form(r"\frac{1}{2}")
     True
     """
-    for same, form in _SAME.items():
-        answer = answer.replace(same, form)
+    for variant, form in _NORMAL_FORMS.items():
+        answer = answer.replace(variant, form)
     return "".join(answer.split()).rstrip(".")
 
 
 def parse(text: str) -> list[Any]:
-    """What math-verify reads in a text; nothing where it cannot."""
+    """Return the expressions math-verify reads in a text; an empty list if it cannot."""
     from math_verify import parse as read
 
-    return read(text, parsing_timeout=None)  # its own alarm works in a main thread only; Isolated has limits of its own
+    return read(text, parsing_timeout=None)  # its timeout works in the main thread only; Isolated has one, too
 
 
 def equal(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether two parsed answers are one."""
+    """Return whether two parsed answers are equal."""
     from math_verify import verify
 
     return bool(verify(gold, answer, timeout_seconds=None))

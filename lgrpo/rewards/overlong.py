@@ -1,10 +1,11 @@
-"""A reward that grows less as an answer grows too long."""
+"""Penalty for completions that are too long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import final
 
+from lgrpo.checks import check_range
 from lgrpo.rewards.base import BatchReward, NotYet, Score, WrappedReward, checked_rewards, combined
 from lgrpo.types import Completion, Prompt
 
@@ -16,15 +17,13 @@ class OverlongPenalty(WrappedReward):
     def __init__(self, reward: BatchReward, max_tokens: int, buffer: int, scale: float = 1.0) -> None:
         """
         Args:
-            reward: Of the answer itself.
-            max_tokens: Longest completion, as in ``data.sampling.max_tokens``: there the penalty is whole.
-            buffer: Tokens before that over which it rises in a straight line.
-            scale: The whole penalty.
+            reward: Reward from which the penalty is subtracted.
+            max_tokens: Longest completion, as in ``data.sampling.max_tokens``, where the penalty is ``scale``.
+            buffer: Number of tokens before that over which the penalty rises linearly.
+            scale: Largest penalty.
         """
-        if not 0 < buffer <= max_tokens:
-            raise ValueError(f"buffer is {buffer}; it counts the last tokens of {max_tokens}, from 1 on")
-        if not scale > 0:
-            raise ValueError(f"scale is {scale}; a penalty is above 0")
+        check_range("buffer", buffer, at_least=1, at_most=max_tokens, reason="it counts the last tokens of max_tokens")
+        check_range("scale", scale, above=0)
         super().__init__(reward)
         self.max_tokens = max_tokens
         self.buffer = buffer
@@ -41,7 +40,7 @@ class OverlongPenalty(WrappedReward):
         ]
 
     def penalty(self, length: int) -> float:
-        """Of a completion of so many tokens.
+        """Return the penalty of a completion of ``length`` tokens.
 
         >>> from lgrpo.rewards import ExactMatch
         >>> reward = OverlongPenalty(ExactMatch(), max_tokens=100, buffer=20)

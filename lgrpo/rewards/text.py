@@ -1,4 +1,4 @@
-"""Rewards that look at the form of an answer."""
+"""Rewards for the format of a completion."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lgrpo.types import Completion, Prompt
 
 @final
 class RegexMatch(Reward):
-    """1 where a regular expression is found in the completion; else 0."""
+    """1 if a regular expression is found in the completion, else 0."""
 
     def __init__(self, pattern: str, whole: bool = False) -> None:
         """
         Args:
-            pattern: Of Python's ``re``; ``.`` matches line ends too.
-            whole: The expression must match the whole completion.
+            pattern: Regular expression of Python's ``re``; ``.`` matches line ends, too.
+            whole: Whether the expression must match the whole completion.
         """
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
         self.pattern = pattern
         self.whole = whole
 
@@ -33,14 +33,14 @@ class RegexMatch(Reward):
 
 @final
 class TagFormat(Reward):
-    """1 where the completion is ``<think>…</think> <answer>…</answer>``, each tag once and in order; else 0."""
+    """1 if the completion is ``<think>…</think> <answer>…</answer>``, each tag once and in order, else 0."""
 
     is_inline = True
 
     def __init__(self, tags: list[str] | None = None) -> None:
         """
         Args:
-            tags: Names of the tags, in order; by default think and answer.
+            tags: Names of the tags, in order; the default is think and answer.
         """
         self.tags = tags or ["think", "answer"]
         body = r"\s*".join(rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in self.tags)

@@ -1,21 +1,19 @@
-"""Settings × seeds: what is run, how, and what came of it."""
+"""Sweeps: settings × seeds. A grid file is read and checked, every run is a process, and the results are compared."""
 
 from lgrpo.sweep.check import check_grid
-from lgrpo.sweep.command import sweep
 from lgrpo.sweep.grid import Arm, Grid, SweepError, read_grid
-from lgrpo.sweep.launch import Launch, launch, launches
-from lgrpo.sweep.outcome import Outcome, draw_outcome
+from lgrpo.sweep.results import Results, draw_results
+from lgrpo.sweep.runs import SweepRun, list_runs, run_all
 
 __all__ = [
     "Arm",
     "Grid",
-    "Launch",
-    "Outcome",
+    "Results",
     "SweepError",
+    "SweepRun",
     "check_grid",
-    "draw_outcome",
-    "launch",
-    "launches",
+    "draw_results",
+    "list_runs",
     "read_grid",
-    "sweep",
+    "run_all",
 ]

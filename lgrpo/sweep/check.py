@@ -1,4 +1,4 @@
-"""A grid held against what a run knows, before anything runs."""
+"""Check the settings and metrics of a grid before anything runs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from lgrpo.sweep.grid import Arm, Grid, SweepError
 
 
 def check_grid(grid: Grid, parser: ArgumentParser) -> None:
-    """Refuses a setting or a metric no run has, and names the nearest that one has.
+    """Raise a ``SweepError`` for a setting or metric that no run has; its message names the nearest one that exists.
 
     Args:
-        grid: What is to be run.
-        parser: Of ``lgrpo fit``: what it takes, a run takes.
+        grid: Grid to check.
+        parser: Parser of the arguments of ``lgrpo fit``.
     """
-    exits, parser.exit_on_error = parser.exit_on_error, False
+    exit_on_error, parser.exit_on_error = parser.exit_on_error, False
     try:
         for arm in grid.arms:
-            _check_metrics(grid, arm, _parsed(arm, parser))
+            _check_metrics(grid, arm, _parse(arm, parser))
     finally:
-        parser.exit_on_error = exits
+        parser.exit_on_error = exit_on_error
 
 
-def _parsed(arm: Arm, parser: ArgumentParser) -> Namespace:
-    """An arm as ``lgrpo fit`` would read it. Setting after setting, so that the wrong one is known."""
+def _parse(arm: Arm, parser: ArgumentParser) -> Namespace:
+    """Return the settings of an arm. After an error, parse them one by one to name the wrong one."""
     try:
         return parser.parse_args(arm.arguments)
     except ArgumentError as error:
@@ -40,20 +40,20 @@ def _parsed(arm: Arm, parser: ArgumentParser) -> Namespace:
                 if name not in known and (near := nearest(name, known)):
                     raise SweepError(f"there is no setting {name}{near}") from error
                 raise SweepError(f"the setting {name}={arm.settings[name]!r} is refused: {first}") from error
-        raise SweepError(f"the settings of {arm.name} do not go together: {error}") from error
+        raise SweepError(f"the settings of {arm.name} contradict each other: {error}") from error
 
 
 def _names(config: Namespace) -> list[str]:
-    """Every setting of a config as one types it, those inside of others too."""
+    """Return the names of all settings of a config, nested ones included, as the user writes them."""
     flat = {key.replace(".init_args", "").removesuffix(".class_path") for key in vars(config.as_flat())}
     return sorted({".".join(key.split(".")[:n]) for key in flat for n in range(1, key.count(".") + 2)})
 
 
 def _check_metrics(grid: Grid, arm: Arm, config: Namespace) -> None:
-    others = {name: benchmark.num_samples for name, benchmark in (config.data.benchmarks or {}).items()}
-    names = metric_names({"": config.data.evaluation.num_samples} | others)
+    benchmarks = {name: benchmark.num_samples for name, benchmark in (config.data.benchmarks or {}).items()}
+    names = metric_names({"": config.data.evaluation.num_samples} | benchmarks)
     for metric in grid.metrics:
-        is_part_of_reward = metric.startswith("reward/")  # whose parts only the run knows
+        is_part_of_reward = metric.startswith("reward/")  # its parts are known only when the run starts
         if metric not in names and metric not in grid.own_metrics and not is_part_of_reward:
             hint = nearest(metric, names) or " (tutorials/pages/metrics.md lists them)"
             raise SweepError(f"no run of {arm.name} logs a metric {metric}{hint}")

@@ -1,4 +1,4 @@
-"""A task = prompts + template + reward + how to read the answer."""
+"""Tasks: rows of data, a template that turns them into prompts, and a reward."""
 
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.countdown import Countdown, GeneratedCountdown
@@ -6,8 +6,6 @@ from lgrpo.tasks.dataset import DatasetTask, RowTask
 from lgrpo.tasks.generated import Arithmetic, SortDigits
 from lgrpo.tasks.mathematics import AIME24, GSM8K, MATH, MATH500, DeepScaleR
 from lgrpo.tasks.reasoning_gym import ReasoningGym
-from lgrpo.tasks.recorded import RecordedPrompts
-from lgrpo.tasks.recording import Recording
 from lgrpo.tasks.rows import LocatedRow, Row, RowStream
 from lgrpo.tasks.template import Template
 
@@ -23,8 +21,6 @@ __all__ = [
     "GeneratedCountdown",
     "LocatedRow",
     "ReasoningGym",
-    "RecordedPrompts",
-    "Recording",
     "Row",
     "RowStream",
     "RowTask",

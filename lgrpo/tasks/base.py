@@ -1,4 +1,4 @@
-"""What a task is."""
+"""Base class of tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Split = Literal["train", "validation"]
 
 
 class Task(ABC):
-    """Rows of data, a template that makes prompts of them, a reward that scores the answers and reads the final one."""
+    """Rows of data, a template that turns them into prompts, and a reward that scores completions."""
 
     def __init__(self, template: Template, reward: BatchReward) -> None:
         self._template = template
@@ -22,24 +22,24 @@ class Task(ABC):
 
     @property
     def template(self) -> Template:
-        """How a row becomes a prompt."""
+        """Template that turns a row into a prompt."""
         return self._template
 
     @abstractmethod
     def rows(self, split: Split) -> Sequence[Row]:
-        """The rows of a split, in a fixed order. A field ``solution``, where there is one, serves a warm start.
+        """Return the rows of a split, in a fixed order; an empty list if there is no validation set.
 
-        There may be none to validate on; a set that is there and empty is an error.
+        A warm start trains on the field ``solution`` if the rows have one.
         """
 
-    def places(self, split: Split) -> Sequence[str] | None:
-        """Where each of the rows stands in the data, in words, for messages; None where that says nothing."""
+    def locations(self, split: Split) -> Sequence[str] | None:
+        """Return where each row is in the data (``train.jsonl, line 7``), for messages; None if unknown."""
         return None
 
     def train_stream(self) -> RowStream | None:
-        """The training rows one by one, where there are too many to keep; None: ``rows`` has them."""
+        """Return a stream of training rows that are too many to keep; None if ``rows`` has them."""
         return None
 
     def final_answer(self, text: str) -> str | None:
-        """The answer a completion ends in, as the reward reads it; None where there is none."""
+        """Return the final answer of a completion as the reward reads it, or None."""
         return self.reward.final_answer(text)

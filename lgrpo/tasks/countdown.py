@@ -1,4 +1,4 @@
-"""Countdown: write an equation out of given numbers that comes to a target."""
+"""Countdown: write an equation of given numbers that equals a target."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt
-
+from lgrpo.checks import check_range
 from lgrpo.rewards import BatchReward, CountdownEquation
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.dataset import RowTask
@@ -32,14 +31,14 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 @final
 class Countdown(RowTask):
-    """Countdown problems of TinyZero: fields ``nums`` and ``target``."""
+    """Countdown problems of TinyZero, with the fields ``nums`` and ``target``."""
 
     def __init__(
         self,
         train: str | list[dict[str, Any]] | None = "Jiayi-Pan/Countdown-Tasks-3to4",
         validation: str | list[dict[str, Any]] | None = None,
         validation_split: str | None = None,
-        num_held_out: NonNegativeInt = 1024,
+        num_held_out: int = 1024,
         streaming: bool = False,
         template: Template = _TAGGED,
         reward: BatchReward = CountdownEquation(),  # noqa: B008
@@ -48,14 +47,14 @@ class Countdown(RowTask):
         """
         Args:
             train: Hub name, folder, file or rows.
-            validation: Likewise; by default rows held out of ``train``.
-            validation_split: Split of a hub dataset or folder to validate on; the default one has none.
-            num_held_out: Training rows to validate on, chosen by the seed, where there is nothing else to validate on
-                and the training set is not a stream.
-            streaming: Read training rows as they are needed and keep none.
-            template: How a row becomes a prompt.
-            reward: How an answer is scored.
-            settings: As in ``DatasetTask``.
+            validation: Likewise; the default is rows held out of ``train``.
+            validation_split: Split of a hub dataset or folder to validate on; the default dataset has none.
+            num_held_out: Number of training rows, chosen by the seed, to validate on if there is no other validation
+                set and the training set is not a stream.
+            streaming: Read training rows when they are needed and keep none.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion.
+            settings: Settings of ``DatasetTask``.
         """
         super().__init__(
             reward,
@@ -76,14 +75,14 @@ class Countdown(RowTask):
 
 @final
 class GeneratedCountdown(Task):
-    """Countdown problems made on the spot, all of them solvable. ``solution`` is one equation."""
+    """Generated Countdown problems. Each has a solution, one of which is the field ``solution``."""
 
     def __init__(
         self,
-        num_train: PositiveInt = 10_000,
-        num_validation: NonNegativeInt = 256,
+        num_train: int = 10_000,
+        num_validation: int = 256,
         num_numbers: list[int] | None = None,
-        max_number: PositiveInt = 99,
+        max_number: int = 99,
         min_target: int = 10,
         max_target: int = 99,
         seed: int = 0,
@@ -92,34 +91,37 @@ class GeneratedCountdown(Task):
     ) -> None:
         """
         Args:
-            num_train: Problems to train on.
-            num_validation: Other problems to validate on.
-            num_numbers: How many numbers a problem may have; by default 3 or 4.
+            num_train: Number of problems to train on.
+            num_validation: Number of other problems to validate on.
+            num_numbers: Possible counts of numbers in a problem; the default is 3 and 4.
             max_number: Largest number; the smallest is 1.
             min_target: Smallest target.
             max_target: Largest target.
-            seed: Makes the problems.
-            template: How a row becomes a prompt.
-            reward: How an answer is scored.
+            seed: Seed of the problems.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion.
         """
         super().__init__(template, reward)
+        check_range("num_train", num_train, at_least=1)
+        check_range("num_validation", num_validation, at_least=0)
+        check_range("max_number", max_number, at_least=1)
         counts = [3, 4] if num_numbers is None else num_numbers
         if not counts or not all(2 <= count <= 6 for count in counts):
-            raise ValueError(f"num_numbers is {counts}; a problem has from 2 to 6 numbers")
+            raise ValueError(f"num_numbers is {counts}; a problem must have 2 to 6 numbers")
         if min_target > max_target:
             raise ValueError(f"min_target is {min_target}, above max_target, which is {max_target}")
-        chance, wanted = random.Random(seed), num_train + num_validation
+        rng, num_problems = random.Random(seed), num_train + num_validation
         problems: dict[tuple[int, ...], Row] = {}
-        for _ in range(1000 + 100 * wanted):
-            if len(problems) == wanted:
+        for _ in range(1000 + 100 * num_problems):
+            if len(problems) == num_problems:
                 break
-            nums = [chance.randint(1, max_number) for _ in range(chance.choice(counts))]
-            target, solution = _random_equation(nums, chance)
+            nums = [rng.randint(1, max_number) for _ in range(rng.choice(counts))]
+            target, solution = _random_equation(nums, rng)
             if min_target <= target <= max_target:
                 question = f"Make {target} of {nums}."
                 row = {"question": question, "nums": nums, "target": target, "solution": solution}
                 problems.setdefault((target, *sorted(nums)), row)
-        if len(problems) < wanted:
+        if len(problems) < num_problems:
             raise ValueError(f"there are too few different problems with these numbers and targets: {len(problems)}")
         rows = list(problems.values())
         self._rows: dict[Split, list[Row]] = {"validation": rows[:num_validation], "train": rows[num_validation:]}
@@ -128,11 +130,11 @@ class GeneratedCountdown(Task):
         return self._rows[split]
 
 
-def _random_equation(nums: Sequence[int], chance: random.Random) -> tuple[int, str]:
-    """Some value that all of the numbers come to, in whole numbers throughout, and how."""
+def _random_equation(nums: Sequence[int], rng: random.Random) -> tuple[int, str]:
+    """Return the value of a random equation of all numbers, with integer intermediate values, and the equation."""
     parts = [(number, str(number)) for number in nums]
     while len(parts) > 1:
-        (a, left), (b, right) = (parts.pop(chance.randrange(len(parts))) for _ in range(2))
-        sign = chance.choice([sign for sign in _OPERATIONS if sign != "/" or (b != 0 and a % b == 0)])
+        (a, left), (b, right) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        sign = rng.choice([sign for sign in _OPERATIONS if sign != "/" or (b != 0 and a % b == 0)])
         parts.append((_OPERATIONS[sign](a, b), f"({left} {sign} {right})"))
     return parts[0][0], parts[0][1].removeprefix("(").removesuffix(")")

@@ -1,4 +1,4 @@
-"""Tasks over data of one's own: a Hugging Face dataset by hub name, a local file or folder, or rows in memory."""
+"""Tasks over datasets: a hub dataset, a local file or folder, or rows in memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, final
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info
 
+from lgrpo.checks import check_range
 from lgrpo.rewards import BatchReward
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.rows import LocatedRow, Row, RowStream, Table
@@ -21,7 +21,7 @@ from lgrpo.tasks.template import Template
 
 
 class RowTask(Task):
-    """A task whose rows are data: read, named as the task names them, and chosen from by a seed."""
+    """Task over a dataset: it renames the fields, converts each row (``read``) and selects rows by a seed."""
 
     def __init__(
         self,
@@ -33,49 +33,50 @@ class RowTask(Task):
         validation_split: str | None = "test",
         template: Template = Template(),  # noqa: B008
         fields: dict[str, str] | None = None,
-        num_train: PositiveInt | None = None,
-        num_validation: PositiveInt | None = None,
-        num_held_out: NonNegativeInt = 0,
-        num_examples: NonNegativeInt = 0,
+        num_train: int | None = None,
+        num_validation: int | None = None,
+        num_held_out: int = 0,
+        num_examples: int = 0,
         subset_seed: int = 0,
         streaming: bool = False,
     ) -> None:
         """
         Args:
-            reward: How an answer is scored.
-            train: Hub name, or a folder (of data files, or one that ``save_to_disk`` wrote), or a .jsonl, .json, .csv
-                (.gz too) or .parquet file, or the rows themselves; null: nothing to train on.
-            validation: Likewise; by default the validation split of ``train``, and none where ``train`` has no splits.
+            reward: Reward of a completion.
+            train: Hub name, folder (of data files, or written by ``save_to_disk``), .jsonl, .json, .csv (each also as
+                .gz) or .parquet file, or list of rows; null: no training set.
+            validation: Likewise; the default is the validation split of ``train`` if it has splits.
             subset: Subset ("config") of a hub dataset.
             train_split: Split of a hub dataset or folder to train on.
             validation_split: Split of a hub dataset or folder to validate on; null: none.
-            template: How a row becomes a prompt.
-            fields: What the fields are called in the data: ``question: problem`` takes ``question`` from ``problem``.
-            num_train: Train on so many rows, chosen by the seed; by default all.
-            num_validation: Validate on so many rows, chosen by the seed; by default all.
-            num_held_out: So many training rows, chosen by the seed, are validated on instead of trained on.
-            num_examples: So many training rows, chosen by the seed, are shown in every prompt as solved examples. They
+            template: Template that turns a row into a prompt.
+            fields: Names of the fields in the data: ``question: problem`` reads ``question`` from ``problem``.
+            num_train: Number of training rows, chosen by the seed; the default is all.
+            num_validation: Number of validation rows, chosen by the seed; the default is all.
+            num_held_out: Number of training rows, chosen by the seed, to validate on instead of training on them.
+            num_examples: Number of training rows, chosen by the seed, shown in every prompt as solved examples. They
                 are neither trained nor validated on.
-            subset_seed: Chooses the rows, the same ones in every run.
-            streaming: Read training rows as they are needed and keep none, for a set that does not fit.
+            subset_seed: Seed that chooses the rows, the same in every run.
+            streaming: Read training rows when they are needed and keep none, for a set that does not fit into memory.
         """
         super().__init__(template, reward)
         name = type(self).__name__
-        counts = {"num_train": num_train, "num_validation": num_validation}
-        counts |= {"num_held_out": num_held_out or None, "num_examples": num_examples or None}
-        if wrong := {setting: count for setting, count in counts.items() if count is not None and count < 1}:
-            raise ValueError(f"task has {wrong}: a number of rows is 1 or more")
+        for setting, count in {"num_train": num_train, "num_validation": num_validation}.items():
+            if count is not None:
+                check_range(f"task.{setting}", count, at_least=1)
+        check_range("task.num_held_out", num_held_out, at_least=0)
+        check_range("task.num_examples", num_examples, at_least=0)
         if num_held_out and (validation is not None or num_validation is not None):
             raise ValueError(
-                "task.num_held_out takes the validation set out of the training set: leave out task.validation and "
-                "task.num_validation, or task.num_held_out"
+                "task.num_held_out takes the validation set from the training set: set either that, or task.validation "
+                "and task.num_validation"
             )
         if train is None and validation is None:
             raise ValueError(f"{name} has neither task.train nor task.validation")
         if streaming and (num_train or num_held_out or num_examples):
             raise ValueError(
-                "task.num_train, task.num_held_out and task.num_examples choose among all rows, and a stream does not "
-                "know them all: leave them out, or task.streaming"
+                "task.num_train, task.num_held_out and task.num_examples choose among all rows, which a stream does "
+                "not know: set either these or task.streaming"
             )
         if streaming and train is None:
             raise ValueError(f"{name} has no training set to stream: set task.train")
@@ -89,10 +90,10 @@ class RowTask(Task):
 
     @abstractmethod
     def read(self, row: Row, split: Split) -> Row | None:
-        """A row of the data as a row of the task; None leaves it out.
+        """Convert a row of the data into a row of the task; None leaves it out.
 
         Raises:
-            ValueError: the row cannot be one of this task.
+            ValueError: If the row cannot be converted.
         """
 
     @property
@@ -102,8 +103,8 @@ class RowTask(Task):
     def rows(self, split: Split) -> Sequence[Row]:
         return [row for _, row in self._located(split)]
 
-    def places(self, split: Split) -> Sequence[str] | None:
-        return [place for place, _ in self._located(split)]
+    def locations(self, split: Split) -> Sequence[str] | None:
+        return [location for location, _ in self._located(split)]
 
     def _located(self, split: Split) -> list[LocatedRow]:
         if split == "validation":
@@ -116,15 +117,15 @@ class RowTask(Task):
         return _ReadStream(self, self._train_source()) if self.streaming else None
 
     def read_located(self, located: LocatedRow, split: Split) -> Row | None:
-        """``read``, the fields renamed before it; an error names the row's place."""
-        place, row = located
+        """Rename the fields of a row and ``read`` it; an error names its location."""
+        location, row = located
         if missing := sorted(set(self.fields.values()) - set(row)):
-            raise ValueError(f"{place}: task.fields reads {missing}, but the row has only {sorted(row)}")
-        renamed = {**row, **{own: row[theirs] for own, theirs in self.fields.items()}} if self.fields else row
+            raise ValueError(f"{location}: task.fields reads {missing}, but the row has only {sorted(row)}")
+        renamed = {**row, **{name: row[in_data] for name, in_data in self.fields.items()}} if self.fields else row
         try:
             return self.read(renamed, split)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise ValueError(f"{location}: {error}") from error
 
     @cached_property
     def _with_examples(self) -> Template:
@@ -134,18 +135,17 @@ class RowTask(Task):
 
     @cached_property
     def _parts(self) -> _Parts:
-        """The training set, cut into what is shown, held out and trained on. Copies of a row are in one part only."""
+        """Training set split into examples, held-out rows and training rows. Copies of a row are in one part only."""
         source = self._train_source()
-        is_chosen = bool(self._num_train or self._num_held_out or self._num_examples)
-        rows = self._read_table("train", source, is_chosen)
+        is_shuffled = bool(self._num_train or self._num_held_out or self._num_examples)
+        rows = self._read_table("train", source, is_shuffled)
         examples = self._take(rows, "num_examples", self._num_examples, ())
         held_out = self._take(rows, "num_held_out", self._num_held_out, examples)
         train = self._take(rows, "num_train", self._num_train, (*examples, *held_out))
         if not train:
-            others = f" but for {len(examples) + len(held_out)} that are shown or held out, and copies of them"
+            others = f" except {len(examples) + len(held_out)} examples and held-out rows, and copies of them"
             raise ValueError(
-                f"no row of the train set is left to train on: {source.name} has none"
-                + (others if examples or held_out else "")
+                f"no row of the train set is left: {source.name} has none" + (others if examples or held_out else "")
             )
         return _Parts(examples=_in_order(examples), held_out=_in_order(held_out), train=_in_order(train))
 
@@ -175,61 +175,62 @@ class RowTask(Task):
             return None
         return open_source(self._train, self._subset, self._validation_split)
 
-    def _read_table(self, split: Split, source: Source, is_chosen: bool) -> Iterator[_Numbered]:
-        """The rows of a set, each with its number in it, as they stand or in the order of the seed."""
+    def _read_table(self, split: Split, source: Source, is_shuffled: bool) -> Iterator[_Numbered]:
+        """Return an iterator over the rows of a set with their numbers, in order or shuffled by the seed."""
         table = source.table()
         if len(table) == 0:
             raise ValueError(f"the {split} set is empty: {source.name}")
-        return self._read_rows(table, split, is_chosen)
+        return self._read_rows(table, split, is_shuffled)
 
-    def _read_rows(self, table: Table, split: Split, is_chosen: bool) -> Iterator[_Numbered]:
+    def _read_rows(self, table: Table, split: Split, is_shuffled: bool) -> Iterator[_Numbered]:
         order, num_left_out = list(range(len(table))), 0
-        if is_chosen:
+        if is_shuffled:
             random.Random(f"{self.subset_seed} {split}").shuffle(order)
         for number, located in zip(order, table.take(order), strict=True):
             row = self.read_located(located, split)
             if row is None:
                 num_left_out += 1
             else:
-                yield _Numbered(number, located.place, row)
+                yield _Numbered(number, located.location, row)
         if num_left_out:
-            rank_zero_info(f"{num_left_out} of {len(table)} rows of the {split} set left out by {type(self).__name__}.")
+            name = type(self).__name__
+            rank_zero_info(f"{name} leaves out {num_left_out} of {len(table)} rows of the {split} set.")
 
     def _take(
-        self, rows: Iterator[_Numbered], setting: str, count: int | None, but_for: Sequence[_Numbered]
+        self, rows: Iterator[_Numbered], setting: str, count: int | None, excluded: Sequence[_Numbered]
     ) -> list[_Numbered]:
-        """The next rows, all of them where there is no count, without copies of some others."""
-        others = {self._question(one) for one in but_for}
-        taken = list(islice((one for one in rows if self._question(one) not in others), count))
+        """Return the next ``count`` rows, or all if it is None, without copies of the excluded ones."""
+        questions = {self._question(row) for row in excluded}
+        taken = list(islice((row for row in rows if self._question(row) not in questions), count))
         if count is not None and len(taken) < count:
             raise ValueError(f"task.{setting} is {count}, but there are only {len(taken)} rows to choose from")
         return taken
 
-    def _question(self, one: _Numbered) -> tuple[str, ...]:
-        """What of a row the prompt shows. One that lacks some of it, to be refused later, is a copy of no other."""
-        if self._template.fields() - one.row.keys():
-            return (f"row {one.number}", "")
-        return tuple(str(one.row[name]) for name in sorted(self._template.fields()))
+    def _question(self, numbered: _Numbered) -> tuple[str, ...]:
+        """Return the fields of the prompt, equal for copies. A row that lacks one is rejected later."""
+        if self._template.fields() - numbered.row.keys():
+            return (f"row {numbered.number}", "")
+        return tuple(str(numbered.row[name]) for name in sorted(self._template.fields()))
 
 
 @final
 class DatasetTask(RowTask):
-    """Prompts from data as it is, scored by a reward of one's choice."""
+    """Task over unchanged rows, with any reward."""
 
     def read(self, row: Row, split: Split) -> Row:
         return row
 
 
 class _Numbered(NamedTuple):
-    """A row and its number in the set."""
+    """Row with its location and its number in the set."""
 
     number: int
-    place: str
+    location: str
     row: Row
 
 
 class _Parts(NamedTuple):
-    """The training set, cut up."""
+    """Parts of the training set."""
 
     examples: list[LocatedRow]
     held_out: list[LocatedRow]
@@ -238,7 +239,7 @@ class _Parts(NamedTuple):
 
 @final
 class _ReadStream(RowStream):
-    """Rows of a source as a task reads them, none of them kept."""
+    """Rows of a source as a task reads them."""
 
     def __init__(self, task: RowTask, source: Source) -> None:
         self._task = task
@@ -250,10 +251,10 @@ class _ReadStream(RowStream):
             is_empty = False
             row = self._task.read_located(located, "train")
             if row is not None:
-                yield LocatedRow(located.place, row)
+                yield LocatedRow(located.location, row)
         if is_empty:
             raise ValueError(f"the train set is empty: {self._source.name}")
 
 
 def _in_order(rows: Sequence[_Numbered]) -> list[LocatedRow]:
-    return [LocatedRow(one.place, one.row) for one in sorted(rows, key=lambda one: one.number)]
+    return [LocatedRow(row.location, row.row) for row in sorted(rows, key=lambda row: row.number)]

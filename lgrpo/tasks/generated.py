@@ -1,4 +1,4 @@
-"""Tasks made on the spot, for demonstrations and tests: no data, no network, and answers that are surely right."""
+"""Generated tasks for demonstrations and tests, which need no data and no network."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, final
 
+from lgrpo.checks import check_range
 from lgrpo.rewards import BatchReward, ExactMatch
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.template import Template
 
 
 def _held_out(rows: list[dict[str, Any]], num_held_out: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Rows in a seeded order, the first ones kept for validation."""
-    if not 0 < num_held_out < len(rows):
-        raise ValueError(
-            f"num_held_out is {num_held_out}; of {len(rows)} problems, some must train and some be held out"
-        )
+    """Shuffle rows by a seed and keep the first ones for validation."""
+    check_range("num_held_out", num_held_out, above=0, below=len(rows), reason="the number of problems")
     random.Random(seed).shuffle(rows)
     return {"validation": rows[:num_held_out], "train": rows[num_held_out:]}
 
 
 @final
 class SortDigits(Task):
-    """Write the digits of a number in ascending order: ``4821>`` wants ``1248``."""
+    """Write the digits of a number in ascending order: the answer to ``4821>`` is ``1248``."""
 
     def __init__(
         self,
@@ -35,15 +33,14 @@ class SortDigits(Task):
     ) -> None:
         """
         Args:
-            num_digits: Digits of each number, 2 to 6.
-            num_held_out: Numbers kept for validation.
-            seed: Chooses which ones.
-            template: How a prompt is written.
-            reward: How an answer is scored.
+            num_digits: Number of digits, 2 to 6.
+            num_held_out: Number of problems kept for validation.
+            seed: Seed that chooses the problems kept for validation.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion.
         """
         super().__init__(template, reward)
-        if not 2 <= num_digits <= 6:
-            raise ValueError(f"num_digits is {num_digits}; it goes from 2 to 6")
+        check_range("num_digits", num_digits, at_least=2, at_most=6)
         numbers = (f"{n:0{num_digits}d}" for n in range(10**num_digits))
         rows = [{"question": n, "answer": (a := "".join(sorted(n))), "solution": a} for n in numbers]
         self._rows = _held_out(rows, num_held_out, seed)
@@ -54,7 +51,7 @@ class SortDigits(Task):
 
 @final
 class Arithmetic(Task):
-    """Work out a sum, a difference or a product of two numbers: ``12+34=`` wants ``46``."""
+    """Compute a sum, a difference or a product of two numbers: the answer to ``12+34=`` is ``46``."""
 
     def __init__(
         self,
@@ -67,16 +64,15 @@ class Arithmetic(Task):
     ) -> None:
         """
         Args:
-            num_digits: Most digits of each number, 1 to 3.
-            operations: Which ones; by default sums only.
-            num_held_out: Problems kept for validation.
-            seed: Chooses which ones.
-            template: How a prompt is written.
-            reward: How an answer is scored.
+            num_digits: Largest number of digits of each number, 1 to 3.
+            operations: Operations; the default is sums only.
+            num_held_out: Number of problems kept for validation.
+            seed: Seed that chooses the problems kept for validation.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion.
         """
         super().__init__(template, reward)
-        if not 1 <= num_digits <= 3:
-            raise ValueError(f"num_digits is {num_digits}; it goes from 1 to 3")
+        check_range("num_digits", num_digits, at_least=1, at_most=3)
         results = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
         numbers = range(10**num_digits)
         rows = [

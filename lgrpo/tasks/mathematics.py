@@ -1,7 +1,7 @@
-"""Mathematics in words: the sets that papers train and test on.
+"""Mathematics datasets that papers train and test on.
 
-Each takes its data from the hub, or from files of one's own: with the hub's fields, or with ``question``, ``answer``
-and ``solution`` apart. Every other setting of ``DatasetTask`` works here too.
+Each reads its data from the hub or from your files, with the fields of the hub or with ``question``, ``answer`` and
+``solution``. All settings of ``DatasetTask`` are available.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _BARE_BOX = re.compile(r"\\boxed\s+([^\s$.,]+)")
 
 @final
 class GSM8K(RowTask):
-    """Grade-school problems whose answers are whole numbers.
+    """Grade-school problems with integer answers.
 
-    The hub's ``answer`` is a solution that ends in ``#### 42``: the two are taken apart, and the calculator's notes
-    (``<<6*7=42>>``) and thousands separators are left out.
+    The hub's ``answer`` is a solution that ends in ``#### 42``. It is split into ``solution`` and ``answer``, without
+    the calculator annotations (``<<6*7=42>>``) and thousands separators.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class GSM8K(RowTask):
         """
         Args:
             train: Hub name, folder, file or rows.
-            validation: Likewise; by default the test split of ``train``.
+            validation: Likewise; the default is the test split of ``train``.
             subset: Subset of the hub dataset.
-            template: How a row becomes a prompt.
-            reward: How an answer is scored.
-            settings: As in ``DatasetTask``.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion.
+            settings: Settings of ``DatasetTask``.
         """
         super().__init__(reward, train, validation, subset=subset, template=template, **settings)
 
@@ -67,10 +67,9 @@ class GSM8K(RowTask):
 
 @final
 class MATH(RowTask):
-    """Competition problems of Hendrycks et al., with their own split into 7,500 and 5,000.
+    """Competition problems of Hendrycks et al., with their split into 7,500 and 5,000.
 
-    Where there is no ``answer``, it is what the solution's last ``\\boxed{…}`` holds; a row with nothing in it is left
-    out.
+    A missing ``answer`` is read from the solution's last ``\\boxed{…}``; a row with an empty box is left out.
     """
 
     def __init__(
@@ -85,12 +84,12 @@ class MATH(RowTask):
         """
         Args:
             train: Hub name, folder, file or rows.
-            validation: Likewise; by default the test split of ``train``.
-            answer_from_solution: Take the answer from the solution's box even where the data has one apart, as some
-                copies of the data have lost backslashes and spaces there.
-            template: How a row becomes a prompt.
-            reward: How an answer is scored; by default ``MathVerify``.
-            settings: As in ``DatasetTask``.
+            validation: Likewise; the default is the test split of ``train``.
+            answer_from_solution: Read the answer from the solution's box even if the data has an ``answer``: in some
+                copies of the data it lacks backslashes and spaces.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion; the default is ``MathVerify``.
+            settings: Settings of ``DatasetTask``.
         """
         super().__init__(reward or MathVerify(), train, validation, template=template, **settings)
         self.answer_from_solution = answer_from_solution
@@ -101,7 +100,7 @@ class MATH(RowTask):
 
 @final
 class MATH500(RowTask):
-    """The 500 problems of MATH's test split that papers test on."""
+    """Subset of 500 problems of MATH's test split that papers test on."""
 
     def __init__(
         self,
@@ -114,10 +113,10 @@ class MATH500(RowTask):
         """
         Args:
             validation: Hub name, folder, file or rows.
-            train: Likewise; by default there is nothing to train on.
-            template: How a row becomes a prompt.
-            reward: How an answer is scored; by default ``MathVerify``.
-            settings: As in ``DatasetTask``.
+            train: Likewise; the default is no training set.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion; the default is ``MathVerify``.
+            settings: Settings of ``DatasetTask``.
         """
         super().__init__(reward or MathVerify(), train, validation, template=template, **settings)
 
@@ -141,11 +140,11 @@ class AIME24(RowTask):
         """
         Args:
             validation: Hub name, folder, file or rows.
-            validation_split: Split of the hub dataset; its only one is called train.
-            train: Hub name, folder, file or rows; by default there is nothing to train on.
-            template: How a row becomes a prompt.
-            reward: How an answer is scored; by default ``MathVerify``.
-            settings: As in ``DatasetTask``.
+            validation_split: Split of the hub dataset, whose only one is called train.
+            train: Hub name, folder, file or rows; the default is no training set.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion; the default is ``MathVerify``.
+            settings: Settings of ``DatasetTask``.
         """
         super().__init__(
             reward or MathVerify(),
@@ -164,7 +163,7 @@ class AIME24(RowTask):
 class DeepScaleR(RowTask):
     """About 40,000 competition problems to train on.
 
-    Seven of them are in MATH-500, by their letters and digits: ``exclude`` it when testing on it.
+    Seven of them are in MATH-500 too, compared by letters and digits: set ``exclude`` when testing on it.
     """
 
     def __init__(
@@ -181,13 +180,13 @@ class DeepScaleR(RowTask):
         """
         Args:
             train: Hub name, folder, file or rows.
-            validation: Likewise; by default none.
-            validation_split: Split of a hub dataset to validate on; by default none of ``train`` and test of another.
-            exclude: Hub name, folder or file of problems not to train on, whatever their spaces, case and punctuation.
-            exclude_split: Split of it.
-            template: How a row becomes a prompt.
-            reward: How an answer is scored; by default ``MathVerify``.
-            settings: As in ``DatasetTask``.
+            validation: Likewise; the default is none.
+            validation_split: Split of a hub dataset to validate on; the default is none of ``train``, test of another.
+            exclude: Hub name, folder or file of problems not to train on, compared by letters and digits.
+            exclude_split: Split of ``exclude``.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion; the default is ``MathVerify``.
+            settings: Settings of ``DatasetTask``.
         """
         super().__init__(
             reward or MathVerify(),
@@ -202,7 +201,7 @@ class DeepScaleR(RowTask):
 
     def read(self, row: Row, split: Split) -> Row | None:
         problem = _with_question(row)
-        is_excluded = split == "train" and plain_words(str(problem.get("question"))) in self._excluded
+        is_excluded = split == "train" and letters_and_digits(str(problem.get("question"))) in self._excluded
         return None if is_excluded else problem
 
     @cached_property
@@ -210,27 +209,27 @@ class DeepScaleR(RowTask):
         if self.exclude is None:
             return set()
         found = set()
-        for place, row in open_source(self.exclude, None, self.exclude_split):
+        for location, row in open_source(self.exclude, None, self.exclude_split):
             problem = _with_question(row)
             if "question" not in problem:
-                raise ValueError(f"{place}: a row of task.exclude has no question or problem, only {sorted(row)}")
-            found.add(plain_words(str(problem["question"])))
+                raise ValueError(f"{location}: a row of task.exclude has no question or problem, only {sorted(row)}")
+            found.add(letters_and_digits(str(problem["question"])))
         if not found:
-            raise ValueError(f"the set to leave out is empty: {self.exclude}")
+            raise ValueError(f"the set of task.exclude is empty: {self.exclude}")
         return found
 
 
-def plain_words(text: str) -> str:
-    r"""A problem's letters and digits, so that two prints of one problem are equal.
+def letters_and_digits(text: str) -> str:
+    r"""Return the letters and digits of a problem, equal for two versions of the same problem.
 
-    >>> plain_words("Find  $x+1$.\n") == plain_words("find $x + 1$")
+    >>> letters_and_digits("Find  $x+1$.\n") == letters_and_digits("find $x + 1$")
     True
     """
     return "".join(character for character in text.casefold() if character.isalnum())
 
 
 def boxed_answer(solution: str) -> str | None:
-    r"""What the last box of a solution holds, with or without braces; None where there is no box.
+    r"""Return the content of the last box of a solution, with or without braces, or None.
 
     >>> [boxed_answer(text) for text in (r"\boxed{\frac{1}{2}}.", r"$\boxed 7$", r"\fbox{B}", "seven")]
     ['\\frac{1}{2}', '7', 'B', None]
@@ -243,7 +242,7 @@ def boxed_answer(solution: str) -> str | None:
 
 
 def _with_question(row: Row) -> Row:
-    """The hub calls a question a problem."""
+    """Add ``question`` to a row that has ``problem`` instead, as on the hub."""
     return {**row, "question": row["problem"]} if "question" not in row and "problem" in row else row
 
 

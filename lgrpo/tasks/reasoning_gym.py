@@ -1,4 +1,4 @@
-"""The generators of reasoning-gym: problems without end, with a rule that scores any answer."""
+"""Task over the generators of reasoning-gym, which make any number of problems and score answers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, final
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt
-
+from lgrpo.checks import check_range
 from lgrpo.rewards import BatchReward
 from lgrpo.rewards.reasoning_gym import ReasoningGymScore, generator
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.rows import Row
 from lgrpo.tasks.template import Template
 
-_FAR = 2**30
-"""Between the seeds of the two sets: a generator makes problem i from seed + i, so that near seeds share problems."""
+_SEED_OFFSET = 2**30
+"""Distance between the seeds of the two sets. A generator makes problem i from seed + i: near seeds share problems."""
 
 UNSTABLE = ("isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note")
-"""Generators that go through a set of strings, whose order Python draws anew for every process."""
+"""Generators that iterate over a set of strings, whose order differs between Python processes."""
 
 
 @final
 class ReasoningGym(Task):
-    """Problems of one of reasoning-gym's generators: ``question``, ``answer`` and ``metadata`` as it makes them."""
+    """Problems of a generator of reasoning-gym, with its fields ``question``, ``answer`` and ``metadata``."""
 
     def __init__(
         self,
         name: str,
         config: dict[str, Any] | None = None,
-        num_train: PositiveInt = 10_000,
-        num_validation: NonNegativeInt = 256,
+        num_train: int = 10_000,
+        num_validation: int = 256,
         seed: int = 0,
         template: Template = Template(  # noqa: B008
             prompt="{question}\n\nThink step by step, then write the final answer between <answer> and </answer>.\n",
@@ -41,21 +40,24 @@ class ReasoningGym(Task):
     ) -> None:
         """
         Args:
-            name: Of the generator.
-            config: Its settings, without seed and size. ``composite`` takes ``datasets``: name, weight, config.
-            num_train: Problems to train on. None of them is in the validation set.
-            num_validation: Problems to validate on.
-            seed: Makes the problems.
-            template: How a row becomes a prompt.
-            reward: How an answer is scored; by default by the generator's own rule.
+            name: Name of the generator.
+            config: Settings of the generator, without seed and size. ``composite`` has ``datasets``: name, weight,
+                config.
+            num_train: Number of problems to train on. None of them is in the validation set.
+            num_validation: Number of problems to validate on.
+            seed: Seed of the problems.
+            template: Template that turns a row into a prompt.
+            reward: Reward of a completion; the default is the generator's score.
         """
+        check_range("num_train", num_train, at_least=1)
+        check_range("num_validation", num_validation, at_least=0)
         if name in UNSTABLE and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise ValueError(
-                f"reasoning-gym's {name!r} makes other problems in every process: set PYTHONHASHSEED=0 before the run, "
-                "so that ranks and resumed runs see the same"
+                f"reasoning-gym's {name!r} makes different problems in every process: set PYTHONHASHSEED=0 before the "
+                "run, so that all ranks and resumed runs have the same problems"
             )
         super().__init__(template, reward or ReasoningGymScore(name, config))
-        generator(name, config, seed=seed, size=1)  # a wrong name or setting is known now, not when the rows are made
+        generator(name, config, seed=seed, size=1)  # check name and settings now, not at the first row
         self.name = name
         self.config = config
         self.num_train = num_train
@@ -69,7 +71,7 @@ class ReasoningGym(Task):
     def _validation(self) -> list[Row]:
         if not self.num_validation:
             return []
-        made = generator(self.name, self.config, seed=self.seed + _FAR, size=self.num_validation)
+        made = generator(self.name, self.config, seed=self.seed + _SEED_OFFSET, size=self.num_validation)
         return [made[index] for index in range(self.num_validation)]
 
     @cached_property
@@ -86,5 +88,5 @@ class ReasoningGym(Task):
                 return rows
         raise ValueError(
             f"of {size} problems of {self.name!r} only {len(rows)} are not in the validation set, but num_train is "
-            f"{self.num_train}: lower num_validation, or set config so that there are more different problems"
+            f"{self.num_train}: lower num_validation, or change config to allow more problems"
         )

@@ -1,25 +1,26 @@
-"""Rows of data: one by one as they are read, or all at hand."""
+"""Rows of data: with their locations, as a stream, as a table, and the check of their types."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
-from datasets import Dataset
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Row: TypeAlias = Mapping[str, Any]
 
 
 class LocatedRow(NamedTuple):
-    """A row and where it stands, in words: ``train.jsonl, line 7``."""
+    """Row and its location for messages, such as ``train.jsonl, line 7``."""
 
-    place: str
+    location: str
     row: Row
 
 
 class RowStream(ABC):
-    """Rows that are read one by one and not kept. Every ``iter`` begins again at the first."""
+    """Rows that are read one by one and not kept. Every ``iter`` starts at the first row."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[LocatedRow]: ...
@@ -27,44 +28,44 @@ class RowStream(ABC):
 
 @final
 class Table:
-    """Rows at hand, from memory or from a memory-mapped ``Dataset``."""
+    """Rows with random access, in memory or in a memory-mapped ``Dataset``."""
 
-    def __init__(self, rows: Sequence[Row] | Dataset, place: Callable[[int], str]) -> None:
+    def __init__(self, rows: Sequence[Row] | Dataset, location: Callable[[int], str]) -> None:
         self._rows = rows
-        self._place = place
+        self._location = location
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def take(self, indices: Sequence[int]) -> Iterator[LocatedRow]:
-        """The rows at these indices, in this order."""
-        rows = self._rows.select(indices) if isinstance(self._rows, Dataset) else (self._rows[i] for i in indices)
+        """Yield the rows at these indices, in this order."""
+        rows = (self._rows[i] for i in indices) if isinstance(self._rows, Sequence) else self._rows.select(indices)
         for index, row in zip(indices, rows, strict=True):
-            yield LocatedRow(self._place(index), row)
+            yield LocatedRow(self._location(index), row)
 
 
 @final
 class FieldKinds:
-    """What kind of value each field holds, learnt from rows as they go by; a field of two kinds is an error."""
+    """Kind of value of each field, learnt from the rows it checks; a field with two kinds is an error."""
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[str, str]] = {}
 
-    def check(self, place: str, row: Row) -> None:
+    def check(self, location: str, row: Row) -> None:
         for name, value in row.items():
             if value is None:
                 continue
             kind = kind_of(value)
-            first_kind, first_place = self._first.setdefault(name, (kind, place))
+            first_kind, first_location = self._first.setdefault(name, (kind, location))
             if kind != first_kind:
                 raise ValueError(
-                    f"field {name!r} is {first_kind} in {first_place}, but {kind} in {place}: a field holds one kind "
-                    "of value"
+                    f"field {name!r} is {first_kind} in {first_location}, but {kind} in {location}: a field must "
+                    "hold one kind of value"
                 )
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in the words of JSON; whole and broken numbers are one kind.
+    """Return the kind of a value in the terms of JSON; integers and floats are one kind.
 
     >>> [kind_of(value) for value in ("1", 1, 1.5, True, [1], {"a": 1})]
     ['text', 'a number', 'a number', 'a truth value', 'a list', 'an object']

@@ -1,4 +1,4 @@
-"""From a row of data to the text a model reads."""
+"""Template that turns a row of data into a prompt."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-_OWN_OPTIONS = {"conversation", "tokenize", "add_generation_prompt"}
+_RESERVED_OPTIONS = {"conversation", "tokenize", "add_generation_prompt"}
 
 
 @dataclass(kw_only=True)
 class Template:
-    """Fills a row's fields into a prompt, plain or as a chat, after some solved examples if there are any."""
+    """Prompt with a row's fields filled in, as plain text or as a chat, optionally after solved examples."""
 
     prompt: str = "{question}"
-    """Text with the row's fields in braces; a brace of the text itself is doubled."""
+    """Text with the row's fields in braces; literal braces are doubled."""
     system: str | None = None
     """System message of a chat."""
     chat: bool = False
-    """Wrap the prompt in the tokenizer's chat template."""
+    """Whether to wrap the prompt in the tokenizer's chat template."""
     examples: list[dict[str, Any]] | None = None
-    """Rows shown with their answers before the question: turns of a chat, or blocks of text."""
+    """Rows shown with their answers before the question, as turns of a chat or blocks of text."""
     example_answer: str = "{solution}"
-    """Answer of an example, with the row's fields in braces. In plain text it follows the example's prompt directly."""
+    """Answer of an example, with the row's fields in braces. In plain text it directly follows the example's prompt."""
     separator: str = "\n\n"
-    """Between examples, and between the last one and the question, in plain text."""
+    """Text between examples, and before the question, in plain text."""
     chat_options: dict[str, Any] | None = None
-    """What else the chat template is given, such as ``enable_thinking: true``."""
+    """Further arguments of the chat template, such as ``enable_thinking: true``."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "example_answer"):
             try:
-                nameless = "" in _fields(getattr(self, name))
+                is_invalid = "" in _fields(getattr(self, name))
             except ValueError:
-                nameless = True
-            if nameless:
+                is_invalid = True
+            if is_invalid:
                 raise ValueError(
-                    f"template.{name} has a brace that encloses no field: a brace of the text itself is doubled, as in "
-                    f"\\boxed{{{{}}}}; it is {getattr(self, name)!r}"
+                    f"template.{name} has a brace without a field: double literal braces, as in \\boxed{{{{}}}}; it is "
+                    f"{getattr(self, name)!r}"
                 )
         if not self.fields():
-            raise ValueError(f"template.prompt reads no field of a row, so that all prompts are one: {self.prompt!r}")
+            raise ValueError(f"template.prompt reads no field of a row, so all prompts are equal: {self.prompt!r}")
         if self.system is not None and not self.chat:
-            raise ValueError("template.system is the system message of a chat: set template.chat, or leave it out")
+            raise ValueError("template.system requires a chat: set template.chat, or remove it")
         if self.chat_options and not self.chat:
-            raise ValueError("template.chat_options are given to a chat template: set template.chat, or leave them out")
-        if own := sorted(_OWN_OPTIONS & set(self.chat_options or {})):
-            raise ValueError(f"template.chat_options may not set {own}: these are set here")
+            raise ValueError("template.chat_options require a chat: set template.chat, or remove them")
+        if reserved := sorted(_RESERVED_OPTIONS & set(self.chat_options or {})):
+            raise ValueError(f"template.chat_options may not set {reserved}")
         for index, row in enumerate(self.examples or []):
             if missing := sorted((self.fields() | _fields(self.example_answer)) - set(row)):
                 raise ValueError(f"example {index} of the template has no {missing}, only {sorted(row)}")
             if not self.example_answer.format_map(row).strip():
-                raise ValueError(f"example {index} has an empty answer: template.example_answer says what is in it")
+                raise ValueError(f"example {index} has an empty answer: check template.example_answer")
 
     def fields(self) -> set[str]:
-        """Fields of a row the template reads.
+        """Return the fields of a row that the template reads.
 
         >>> sorted(Template(prompt="{question} Answer in {unit}.").fields())
         ['question', 'unit']
@@ -65,7 +65,7 @@ class Template:
         return _fields(self.prompt)
 
     def render(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-        """The prompt's text and its token ids."""
+        """Return the prompt's text and its token ids."""
         text = self.prompt.format_map(row)
         solved = [(self.prompt.format_map(e), self.example_answer.format_map(e)) for e in self.examples or []]
         if not self.chat:

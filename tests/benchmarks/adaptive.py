@@ -1,11 +1,11 @@
-"""v by measurement (``AdaptiveWeightSync``) against fixed v, paired by seed, on two tasks.
+"""Compare ``AdaptiveWeightSync`` with fixed v on two tasks, paired by seed.
 
-    python -m tests.benchmarks.adaptive            # stop it and start it again, it goes on
-    python -m tests.benchmarks.adaptive --report   # the tables and the picture of what is there
+    python -m tests.benchmarks.adaptive            # resumable
+    python -m tests.benchmarks.adaptive --report   # tables and plot of the rows so far
 
 Each run appends a row to ``tests/benchmarks/results/adaptive.jsonl``; the tables go into
-``tutorials/pages/adaptive_v.md``. Seconds are CPU seconds of one thread, validation left out, so that what else the
-machine is busy with counts less.
+``tutorials/pages/adaptive_v.md``. Seconds are CPU seconds of one thread without validation, so that
+other load on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "tutorials" / "pages" / "adaptive_v.md"
-TASKS = {"tiny": {}, "harder": {"num_digits": 4}}  # with four digits the same model starts at one right in eight
-ADAPTIVE = "adaptive 0.25"  # its budget
+TASKS = {"tiny": {}, "harder": {"num_digits": 4}}  # with four digits the model starts at pass@1 = 1/8
+ADAPTIVE = "adaptive 0.25"  # with its budget
 ARMS = [*(f"v = {v}" for v in (1, 2, 5, 10, 20)), ADAPTIVE]
 ROLLOUTS, STAGES = 20, 3
 SEEDS = (0, 1, 2, 3, 4)
@@ -37,14 +37,14 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9
 
 
 class Clock(L.Callback):
-    """CPU seconds of training, syncs and pass@1 at each validation; lags on the way."""
+    """Records CPU seconds of training, syncs and pass@1 at each validation, and the lag of each step."""
 
     def __init__(self) -> None:
         self.curve: dict[str, list[float]] = {"step": [], "seconds": [], "syncs": [], "pass@1": []}
         self.lags: list[float] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._start, self._apart = time.process_time(), 0.0
+        self._start, self._validating = time.process_time(), 0.0
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.lags.append(float((trainer.global_step - batch.behaviour_step).double().mean()))
@@ -55,16 +55,16 @@ class Clock(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking:
             return
-        seconds = self._from - self._start - self._apart
-        self._apart += time.process_time() - self._from
+        seconds = self._from - self._start - self._validating
+        self._validating += time.process_time() - self._from
         pass_at_1 = float(trainer.callback_metrics["val/pass@1"])
-        row = (trainer.global_step, round(seconds, 2), len(trainer.datamodule.engine.ledger), round(pass_at_1, 4))
+        row = (trainer.global_step, round(seconds, 2), len(trainer.datamodule.engine.state.ledger), round(pass_at_1, 4))
         for name, value in zip(self.curve, row, strict=True):
             self.curve[name].append(value)
 
 
 def run(job: tuple[str, str, int]) -> dict[str, Any]:
-    """One run of the tiny config, in this process; built here, since parsing the config takes seconds."""
+    """Train with the tiny config in this process, built without the CLI because parsing takes seconds."""
     import torch
 
     import lgrpo
@@ -136,30 +136,30 @@ def sweep(arms: list[str], workers: int) -> None:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval."""
+    """Return the mean and half the width of its 95 % interval."""
     if len(values) < 2:
         return values[0], math.nan
     return statistics.mean(values), T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def by_arm(task: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """Rows of a task, by arm and seed: of the seeds that every arm has, so that all are paired."""
+    """Return the rows of a task by arm and seed, for the seeds that every arm has."""
     rows = [row for row in read() if row["task"] == task]
-    arms = {arm: own for arm in ARMS if (own := {row["seed"]: row for row in rows if row["arm"] == arm})}
-    shared = set.intersection(*(set(own) for own in arms.values()))
-    return {arm: {seed: own[seed] for seed in sorted(shared)} for arm, own in arms.items()}
+    arms = {arm: by_seed for arm in ARMS if (by_seed := {row["seed"]: row for row in rows if row["arm"] == arm})}
+    shared = set.intersection(*(set(by_seed) for by_seed in arms.values()))
+    return {arm: {seed: by_seed[seed] for seed in sorted(shared)} for arm, by_seed in arms.items()}
 
 
 def seeds(task: str) -> list[int]:
-    """The seeds that count."""
+    """Return the seeds that every arm has."""
     return sorted(next(iter(by_arm(task).values())))
 
 
 def table(task: str) -> str:
-    """Markdown: each arm, and how the adaptive one differs from it, seed by seed."""
+    """Return a Markdown table of the arms, with the paired difference to the adaptive one."""
     arms = by_arm(task)
     lines = [
-        "| | syncs | mean lag | CPU s | final pass@1 | mean over the run | adaptive less this: final | mean |",
+        "| | syncs | mean lag | CPU s | final pass@1 | mean over the run | adaptive minus this: final | mean |",
         "|---|---|---|---|---|---|---|---|",
     ]
 
@@ -225,9 +225,9 @@ def draw(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS, help="only these")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time, a thread each")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS, help="arms to run")
+    parser.add_argument("--workers", type=int, default=1, help="parallel runs, one thread each")
+    parser.add_argument("--report", action="store_true", help="write the report without running anything")
     options = parser.parse_args()
     if not options.report:
         os.environ |= {"OMP_NUM_THREADS": "1"}

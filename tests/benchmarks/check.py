@@ -1,9 +1,9 @@
-"""Has lgrpo become slower? ``python -m tests.benchmarks.check NEW.json [KEPT.json]``
+"""Find out whether lgrpo became slower: ``python -m tests.benchmarks.check NEW.json [KEPT.json]``.
 
-Compares a new result of ``tests.benchmarks.step`` with the kept one of the same name (or the one given). Seconds depend
-on the machine and on who else uses it, so only ratios of figures that were measured in the same run are compared: the
-speed and the memory beside TRL's, the framework's own share of a step, and how a step grows along a sweep. Ends with 1
-where one of them is worse than it was by more than the tolerance, and with 2 where there is nothing to compare.
+Compares a new result of ``tests.benchmarks.step`` with the kept one of the same name, or with the one given. Seconds
+depend on the machine and on its load, so only ratios within one run are compared: speed and memory relative to TRL, the
+framework's share of a step, and the growth of a step along a sweep. Exits with 1 if one of them is worse by more than
+the tolerance, and with 2 if there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.benchmarks.step import SWEEPS
 RESULTS = Path(__file__).parent / "results"
 SAME = ("workload", "v", "prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens")
 OWN_SHARE = 0.05
-"""So much of a step the framework's own time may grow by."""
+"""Tolerance of the framework's share of a step."""
 
 
 def ratios(results: dict[str, Any]) -> dict[str, float]:
-    """Every figure that can be compared, by a name that says what was measured; more is worse.
+    """Return every ratio that can be compared, by a name that describes it; higher is worse.
 
-    Of several runs under one name the first counts: those behind it are kept from earlier days.
+    Of several runs with the same name the first counts: the others are kept from earlier days.
     """
     found, first = dict[str, float](), dict[str, float]()
     for run in results["runs"]:
@@ -34,7 +34,7 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
         name += "".join(f", {field} {settings[field]}" for field in SAME[1:] if settings.get(field) is not None)
         ours, peer = run.get("lgrpo", {}), run.get("trl", {})
         if "step_seconds" in ours and "step_seconds" in peer:
-            each = [figures["step_seconds"] / figures["trained_tokens"] for figures in (ours, peer)]
+            each = [times["step_seconds"] / times["trained_tokens"] for times in (ours, peer)]
             found.setdefault(f"time of a step over TRL's: {name}", each[0] / each[1])
             if "peak_gib" in ours and "peak_gib" in peer:
                 found.setdefault(f"memory over TRL's: {name}", ours["peak_gib"] / peer["peak_gib"])
@@ -48,26 +48,28 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
 
 
 def worse(new: dict[str, float], kept: dict[str, float], tolerance: float) -> list[str]:
-    """What became worse, a line each."""
+    """Return one line for each ratio that became worse."""
     lines = []
     for name in sorted(new.keys() & kept.keys()):
         is_share = name.startswith("own share")
         limit = kept[name] + OWN_SHARE if is_share else kept[name] * (1 + tolerance)
         if new[name] > limit:
-            lines.append(f"{name}: {new[name]:.3f}, was {kept[name]:.3f}, and may be {limit:.3f}")
+            lines.append(f"{name}: {new[name]:.3f}, was {kept[name]:.3f}, limit {limit:.3f}")
     return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("new", type=Path)
-    parser.add_argument("kept", type=Path, nargs="?", help="by default the kept result of the same file name")
-    parser.add_argument("--tolerance", type=float, default=0.15, help="by which share a ratio may be worse")
+    parser.add_argument(
+        "kept", type=Path, nargs="?", help="kept result to compare with; by default the one of the same file name"
+    )
+    parser.add_argument("--tolerance", type=float, default=0.15, help="share by which a ratio may be worse")
     options = parser.parse_args(arguments)
     kept = options.kept or RESULTS / options.new.name
     for path in (options.new, kept):
         if not path.exists():
-            print(f"there is no {path}; kept are {', '.join(sorted(p.name for p in RESULTS.glob('step-*.json')))}")
+            print(f"there is no {path}; kept results: {', '.join(sorted(p.name for p in RESULTS.glob('step-*.json')))}")
             return 2
     new, old = (ratios(json.loads(path.read_text())) for path in (options.new, kept))
     if not (common := new.keys() & old.keys()):

@@ -1,6 +1,6 @@
-"""What a checkpoint costs beside an optimizer step, on the demo: ``python -m tests.benchmarks.checkpoint``.
+"""Time a checkpoint and an optimizer step of the demo: ``python -m tests.benchmarks.checkpoint``.
 
-Both are measured in one run, inside a cycle, where α's weights are part of the checkpoint.
+Both are measured in one run, within a cycle, where the behaviour policy's weights are part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Cost(RolloutCallback):
-    """Writes a checkpoint after every step, and times both."""
+    """Writes a checkpoint after every step and times both."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)

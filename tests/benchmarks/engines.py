@@ -1,14 +1,14 @@
-"""Engines alone: a rollout's way through one or more of them on one device: ``python -m tests.benchmarks.engines``.
+"""Time the rollouts of one or more engines on one device, without updates: ``python -m tests.benchmarks.engines``.
 
-Random weights and prescribed lengths, no update: the engines wake, take weights in, generate, and sleep, as they do for
-every rollout at v = 1; at last they generate a cycle of rollouts in one call. vLLM on a GPU, the embedded engine on a
-CPU. The first rollout, which starts the engines, is left out. Results are written to
+With random weights and prescribed lengths the engines wake, receive weights, generate and sleep, as for every rollout
+at v = 1; finally they generate a cycle of rollouts in one call. vLLM on a GPU, the embedded engine on a CPU. The first
+rollout, which starts the engines, is left out. Results are written to
 ``tests/benchmarks/results/engines-MACHINE.json``.
 
     python -m tests.benchmarks.engines                                  # 1.5B, 448 × 512 tokens, one to three processes
-    python -m tests.benchmarks.engines --processes 2 --profile FOLDER --out OUT.json    # where Python's time goes
+    python -m tests.benchmarks.engines --processes 2 --profile FOLDER --out OUT.json    # profiles
     python -m tests.benchmarks.engines --shape demo --completion-tokens 32 --prompt-tokens 6      # on a CPU
-    python -m tests.benchmarks.engines --shape tiny --engine vllm --processes 1                   # vLLM there
+    python -m tests.benchmarks.engines --shape tiny --engine vllm --processes 1                   # vLLM on a CPU
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from lgrpo import CausalPolicy, Completion, Prompt, Sampling
 from lgrpo.engines import EnginePool, RolloutEngine
-from tests.benchmarks.stages import forget_peak_memory, peak_memory
+from tests.benchmarks.stages import peak_memory, reset_peak_memory
 from tests.benchmarks.step import RESULTS, machine_name, slug
 from tests.benchmarks.workload import (
     CHARACTERS,
@@ -40,18 +40,18 @@ PARTS = ("wake", "sync", "generate", "rest")
 
 
 def make_engine(policy: CausalPolicy, processes: int, options: argparse.Namespace) -> RolloutEngine:
-    """In the trainer's process, or in several."""
+    """Return an engine in the trainer's process, or a pool of ``processes``."""
     longest, count = options.prompt_tokens + options.completion_tokens, max(1, processes)
-    blocks = -(-longest // 128)  # of so many tokens is vLLM's cache made, on a CPU; on a GPU of fewer
+    blocks = -(-longest // 128)  # vLLM's cache has blocks of 128 tokens on a CPU, smaller ones on a GPU
     one: PrescribedVLLM | PrescribedEmbedded = PrescribedEmbedded()
     if options.engine == "vllm":
-        at_a_time = min(options.sequences, -(-options.ahead * options.prompts // count) * options.group)
+        concurrent = min(options.sequences, -(-options.ahead * options.prompts // count) * options.group)
         one = PrescribedVLLM(
             dtype="bfloat16" if torch.cuda.is_available() else None,
             max_model_len=longest,
             max_num_seqs=options.sequences,
             gpu_memory_utilization=0.5 / count,
-            kv_cache_gib=cache_gib(policy.model.config, at_a_time * blocks * 128),
+            kv_cache_gib=cache_gib(policy.model.config, concurrent * blocks * 128),
         )
     rollouts = 1 + options.rollouts + options.ahead
     one.given, one.group = [options.completion_tokens] * (rollouts * options.prompts * options.group), options.group
@@ -60,11 +60,11 @@ def make_engine(policy: CausalPolicy, processes: int, options: argparse.Namespac
 
 
 def measure(policy: CausalPolicy, processes: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of every part of every rollout after the first, and of a cycle in one call, per rollout."""
+    """Return the seconds of each part: of every rollout after the first, and per rollout of a cycle in one call."""
     engine, rows, first = make_engine(policy, processes, options), list[dict[str, float]](), 0
     for call, count in enumerate([1] * (1 + options.rollouts) + [options.ahead]):
         if call == 1:
-            forget_peak_memory()
+            reset_peak_memory()
         prompts, last = list[Prompt](), first + count * options.prompts
         for position in range(first, last):
             ids = [2 + (position + n) % len(CHARACTERS) for n in range(options.prompt_tokens)]
@@ -80,7 +80,7 @@ def measure(policy: CausalPolicy, processes: int, options: argparse.Namespace) -
 def one_call(
     engine: RolloutEngine, policy: CausalPolicy, prompts: list[Prompt], options: argparse.Namespace
 ) -> dict[str, float]:
-    """Other weights, and completions of them; seconds of every part."""
+    """Change the weights, sync and generate; return the seconds of each part."""
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(1e-5)
@@ -88,10 +88,15 @@ def one_call(
 
     def generate() -> None:
         groups.extend(engine.generate(prompts, options.group, sampling, 0, policy.tokenizer))
-        engine.spent = True
+        engine.finish_cycle()
 
     seconds = {}
-    parts = (engine.wake, lambda: engine.load_weights(policy.weights(), len(engine.ledger)), generate, engine.rest)
+    parts = (
+        engine.wake,
+        lambda: engine.load_weights(policy.weights(), len(engine.state.ledger)),
+        generate,
+        engine.sleep,
+    )
     for name, part in zip(PARTS, parts, strict=True):
         start = time.perf_counter()
         part()
@@ -99,12 +104,12 @@ def one_call(
             torch.cuda.synchronize()
         seconds[name] = time.perf_counter() - start
     if any(len(completion.token_ids) != options.completion_tokens for group in groups for completion in group):
-        raise RuntimeError("a completion has another length than it was to have")
+        raise RuntimeError("a completion does not have its prescribed length")
     return seconds
 
 
 def table(results: dict[str, Any]) -> str:
-    """A row for every number of engines."""
+    """Return a Markdown table with a row for every number of engines."""
     s, titles = results["settings"], [*PARTS, "whole", "tokens/s", f"whole, {results['settings']['ahead']} in one call"]
     lines = [f"| engines | {' | '.join(titles)} | peak, GiB |", "|---|" + "---:|" * (len(titles) + 1)]
     for run in results["runs"]:
@@ -119,31 +124,39 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3], help="of a pool; 0: the trainer's")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3],
+        help="numbers of processes of a pool; 0 for the trainer's process",
+    )
     kinds, best = ["vllm", "embedded"], "vllm" if torch.cuda.is_available() else "embedded"
     parser.add_argument("--engine", choices=kinds, default=best, help="by default vLLM on a GPU, embedded on a CPU")
-    parser.add_argument("--prompts", type=int, default=28, help="P")
-    parser.add_argument("--group", type=int, default=16, help="G")
+    parser.add_argument("--prompts", type=int, default=28, help="prompts per rollout")
+    parser.add_argument("--group", type=int, default=16, help="completions per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--completion-tokens", type=int, default=512)
-    parser.add_argument("--sequences", type=int, default=320, help="that each vLLM decodes at a time")
-    parser.add_argument("--rollouts", type=int, default=3, help="after the first, which starts the engines")
-    parser.add_argument("--ahead", type=int, default=4, help="rollouts in one call, at last")
-    parser.add_argument("--profile", type=Path, help="a folder: write where the time of each process goes")
-    parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
+    parser.add_argument("--sequences", type=int, default=320, help="sequences that each vLLM decodes together")
+    parser.add_argument(
+        "--rollouts", type=int, default=3, help="number of rollouts after the first, which starts the engines"
+    )
+    parser.add_argument("--ahead", type=int, default=4, help="number of rollouts of the last call")
+    parser.add_argument("--profile", type=Path, help="folder for a profile of each process")
+    parser.add_argument("--out", type=Path, help="path of the results; by default in tests/benchmarks/results")
     options = parser.parse_args()
     for name in ("prompts", "group", "prompt_tokens", "completion_tokens", "sequences", "rollouts", "ahead"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")
     if options.profile:
         if options.out is None:
-            parser.error("--profile slows generating down: such results are kept where --out says, not beside others")
+            parser.error("--profile slows generation down: give --out to store its results elsewhere")
         options.profile.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = random_policy(options.shape, options.prompt_tokens + options.completion_tokens)
     machine, packages = machine_name(device), {"torch": "torch", "transformers": "transformers"}
     if options.engine == "vllm":
-        packages["vllm"] = packages_distributions()["vllm"][0]  # of a CPU it may have another name
+        packages["vllm"] = packages_distributions()["vllm"][0]  # the package for CPUs may have a different name
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "profile", "processes")}
     settings["profiled"] = options.profile is not None
     results: dict[str, Any] = {"machine": machine, "versions": {name: version(p) for name, p in packages.items()}}

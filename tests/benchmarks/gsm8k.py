@@ -1,13 +1,13 @@
-"""Paper A's ablation on GSM8K with a small language model, on one GPU with vLLM in process.
+"""Run paper A's ablation on GSM8K with a small language model, on one GPU with vLLM in process.
 
-    python -m tests.benchmarks.gsm8k --model SmolLM2 --data GSM8K --folder runs/gsm8k      # stop it and it goes on
+    python -m tests.benchmarks.gsm8k --model SmolLM2 --data GSM8K --folder runs/gsm8k      # resumable
     python -m tests.benchmarks.gsm8k --model … --data … --folder … --workers 1             # one run at a time
-    python -m tests.benchmarks.gsm8k --report                                              # the table, of what is there
+    python -m tests.benchmarks.gsm8k --report                                              # table of all rows
 
-``--model`` is a folder of Hugging Face (SmolLM2-135M-Instruct), ``--data`` one with GSM8K's ``train`` and ``test``. The
-model first learns GSM8K's training solutions with the answer appended, so that rewards vary; every run then begins with
-that one. Each run is ``lgrpo fit --config configs/papers/a_gsm8k.yaml`` with the settings of ``SETTINGS``, and appends
-a row to ``tests/benchmarks/results/gsm8k.jsonl``. Rows of runs that shared the GPU have no meaningful seconds.
+``--model`` is a Hugging Face folder (SmolLM2-135M-Instruct), ``--data`` a folder with GSM8K's ``train`` and ``test``.
+The model is first trained on GSM8K's training solutions with the answer appended, so that rewards vary; every run
+starts from that model. Each run is ``lgrpo fit --config configs/papers/a_gsm8k.yaml`` with ``SETTINGS`` and appends a
+row to ``tests/benchmarks/results/gsm8k.jsonl``. Rows of runs that shared the GPU have no meaningful seconds.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ SETTINGS = {
     "trainer.max_epochs": 3,
     "trainer.enable_progress_bar": False,
 }
-"""Where a run departs from ``configs/papers/a_gsm8k.yaml``."""
+"""Changes to ``configs/papers/a_gsm8k.yaml``."""
 ENGINE = {
     "data.engine.init_args.kv_cache_gib": 5,
     "data.engine.init_args.gpu_memory_utilization": 0.08,
-    "data.engine.init_args.sleep": False,
+    "data.engine.init_args.sleep_mode": False,
     "data.engine.init_args.dtype": "bfloat16",
     "data.engine.init_args.options": {
         "compilation_config": {
@@ -63,28 +63,28 @@ ENGINE = {
         }
     },
 }
-"""For a GPU that several runs share, and a quick start."""
+"""Settings for a GPU that several runs share, and for a quick start."""
 
 
 def write_config(settings: dict[str, Any], path: Path) -> None:
-    """Settings by their dotted names, as a file for ``--config``."""
+    """Write settings, given by dotted names, as a file for ``--config``."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         *parents, leaf = name.split(".")
-        place = nested
+        node = nested
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
+            node = node.setdefault(parent, {})
+        node[leaf] = value
     path.write_text(yaml.safe_dump(nested))
 
 
-def where(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that name the data, and the model everyone begins with."""
+def input_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings with the paths of the data and of the initial model."""
     return {"model.policy.name": str(options.folder / "warm"), "data.task.init_args.train": str(options.data)}
 
 
 def teach(options: argparse.Namespace) -> None:
-    """Supervised learning on the training solutions; the model goes to ``folder/warm``."""
+    """Train on the training solutions and save the model to ``folder/warm``."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -131,7 +131,7 @@ def teach(options: argparse.Namespace) -> None:
 
 
 def command(options: argparse.Namespace, arm: str, seed: int, run: Path) -> list[str]:
-    settings = SETTINGS | (ENGINE if options.engine == "shared" else {}) | where(options)
+    settings = SETTINGS | (ENGINE if options.engine == "shared" else {}) | input_settings(options)
     settings |= {"seed_everything": seed, "data.num_rollouts": options.rollouts // 3}
     overlays = ["configs/papers/a_gsm8k.yaml", *OVERLAYS[arm]]
     first = seed == 0 and arm == BASELINE
@@ -142,7 +142,7 @@ def command(options: argparse.Namespace, arm: str, seed: int, run: Path) -> list
 
 
 def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
-    """One run in a process of its own, and its row."""
+    """Run one arm in a separate process and return its row."""
     name = "".join(c if c.isalnum() else "_" for c in arm)
     run, start = options.folder / f"{name}-{seed}", time.perf_counter()
     log = options.folder / f"{name}-{seed}.log"
@@ -157,14 +157,14 @@ def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         return {"arm": arm, "seed": seed, "error": log.read_text()[-600:]}
     seconds = round(time.perf_counter() - start, 1)
     try:
-        found = figures(run)
-    except Exception as error:  # others go on
+        found = run_results(run)
+    except Exception as error:  # the other runs continue
         found = {"error": f"{type(error).__name__}: {error}"}
     return {"arm": arm, "seed": seed} | found | {"workers": options.workers, "seconds": seconds}
 
 
-def figures(run: Path) -> dict[str, Any]:
-    """What a run's folder says of it."""
+def run_results(run: Path) -> dict[str, Any]:
+    """Return the results of a run, read from its folder."""
     from lgrpo.report import read_series
 
     series = read_series(run)
@@ -198,9 +198,9 @@ def launch(options: argparse.Namespace) -> None:
     done = {(row["arm"], row["seed"]) for row in read()}
     jobs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms if (arm, seed) not in done]
     with ThreadPoolExecutor(options.workers) as pool:
-        for done_one in as_completed([pool.submit(train, options, *job) for job in jobs]):
-            row = done_one.result()
-            with ROWS.open("a") as file:  # at once: whatever ends the others
+        for future in as_completed([pool.submit(train, options, *job) for job in jobs]):
+            row = future.result()
+            with ROWS.open("a") as file:  # immediately, so that an interrupt loses no row
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             print({k: v for k, v in row.items() if k not in ("reward", "completion_length")}, flush=True)
 
@@ -221,24 +221,26 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of the model, in the form of Hugging Face")
-    parser.add_argument("--pad-token", help="for a model whose tokenizer has none: a token that occurs in no text")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder of the model")
+    parser.add_argument("--pad-token", help="padding token for a tokenizer without one; it must occur in no text")
     parser.add_argument("--data", type=Path, help="folder with GSM8K's train and test files")
-    parser.add_argument("--folder", type=Path, default=Path("runs/gsm8k"), help="for the warm start and the runs")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/gsm8k"), help="folder for the initial model and the runs"
+    )
     parser.add_argument("--arms", nargs="+", choices=OVERLAYS, default=list(ON_THE_GPU))
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--rollouts", type=int, default=45, help="optimizer steps of a run, in three stages")
-    parser.add_argument("--workers", type=int, default=6, help="runs at a time on the one GPU")
-    parser.add_argument("--engine", choices=["shared", "default"], default="shared", help="vLLM's settings")
-    parser.add_argument("--epochs", type=float, default=3, help="of the supervised phase")
+    parser.add_argument("--rollouts", type=int, default=45, help="rollouts of a run, in three epochs")
+    parser.add_argument("--workers", type=int, default=6, help="parallel runs on the GPU")
+    parser.add_argument("--engine", choices=["shared", "default"], default="shared", help="settings of vLLM")
+    parser.add_argument("--epochs", type=float, default=3, help="epochs of the supervised phase")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--set", nargs="+", default=[], help="more settings of lgrpo fit, as NAME=VALUE")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--set", nargs="+", default=[], help="further settings of lgrpo fit, as NAME=VALUE")
+    parser.add_argument("--report", action="store_true", help="print the table without running anything")
     options = parser.parse_args()
     if not options.report:
         if options.model is None or options.data is None:
-            parser.error("--model and --data are needed to run something")
+            parser.error("--model and --data are required unless --report is given")
         options.folder, options.data = options.folder.resolve(), options.data.resolve()
         launch(options)
     print(table())

@@ -1,9 +1,9 @@
-"""Ways to log-probabilities of sampled tokens, forward and backward: ``python -m tests.benchmarks.logprobs``.
+"""Time implementations of token log-probabilities, forward and backward: ``python -m tests.benchmarks.logprobs``.
 
-Time and memory of each for the tokens of one micro-batch, from hidden states to the gradients of states and head: all
-logits at once; ours in chunks, plain and compiled (``policy.compile``); and the fused cross-entropies of Liger and of
-cut-cross-entropy, where they are installed. These two give no entropy, which ours does. Gradients are compared with
-those of the first way.
+Time and memory for the tokens of one micro-batch, from hidden states to the gradients of states and head: all logits at
+once; lgrpo in chunks, plain and compiled (``policy.compile``); and the fused cross-entropies of Liger and of
+cut-cross-entropy, if they are installed. These two return no entropy, lgrpo does. Gradients are compared with those of
+the first implementation.
 
     python -m tests.benchmarks.logprobs                                                 # on a GPU: the shape of 1.5B
     python -m tests.benchmarks.logprobs --tokens 256 --width 64 --vocabulary 2000       # a small one, on a CPU too
@@ -23,18 +23,18 @@ from torch.nn.functional import linear
 
 from lgrpo.functional import chunked_token_logprobs, token_logprobs
 
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+Implementation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ways(chunk_size: int) -> dict[str, Way]:
-    """Hidden states, head and targets to log-probabilities."""
+def implementations(chunk_size: int) -> dict[str, Implementation]:
+    """Return functions of (hidden states, head, targets) that compute log-probabilities, by name."""
 
-    def in_chunks(compile: bool) -> Way:
+    def in_chunks(compile: bool) -> Implementation:
         return lambda hidden, head, targets: chunked_token_logprobs(
             hidden, lambda h: linear(h, head), targets, chunk_size=chunk_size, compile=compile
         )[0]
 
-    found: dict[str, Way] = {
+    found: dict[str, Implementation] = {
         "all logits at once": lambda hidden, head, targets: token_logprobs(linear(hidden, head), targets)[0],
         "lgrpo, in chunks": in_chunks(False),
         "lgrpo, in chunks, compiled": in_chunks(True),
@@ -59,7 +59,7 @@ def ways(chunk_size: int) -> dict[str, Way]:
 
 
 def measure(
-    way: Way, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, repeats: int
+    implementation: Implementation, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, repeats: int
 ) -> dict[str, object]:
     cuda = hidden.is_cuda
     seconds: list[float] = []
@@ -70,7 +70,7 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         start = time.perf_counter()
-        (way(hidden, head, targets).float() * weights).sum().backward()
+        (implementation(hidden, head, targets).float() * weights).sum().backward()
         if cuda:
             torch.cuda.synchronize()
         if attempt >= 2:
@@ -101,9 +101,9 @@ def main() -> None:
     rows: dict[str, dict[str, object]] = {}
     expected: Tensor | None = None
     print("| | milliseconds | memory, MiB | gradient, relative difference |\n|---|---:|---:|---:|")
-    for name, way in ways(options.chunk_size).items():
+    for name, implementation in implementations(options.chunk_size).items():
         try:
-            row = measure(way, hidden, head, targets, weights, options.repeats)
+            row = measure(implementation, hidden, head, targets, weights, options.repeats)
             assert hidden.grad is not None
             gradient = hidden.grad.float()
             expected = gradient if expected is None else expected

@@ -1,7 +1,7 @@
-"""Every named method at v = 1, v = 10 and offline, three seeds each: final pass@1 on the task of ``configs/tiny.yaml``.
+"""Compare every named method at v = 1, v = 10 and offline by final pass@1 on ``configs/tiny.yaml``, three seeds each.
 
-    python -m tests.benchmarks.methods            # two at a time; stop it and start it again, it goes on
-    python -m tests.benchmarks.methods --report   # the table and the picture of what is there
+    python -m tests.benchmarks.methods            # two runs in parallel; resumable
+    python -m tests.benchmarks.methods --report   # table and plot of the rows so far
 
 Each run appends a row to ``tests/benchmarks/results/methods.jsonl``.
 """
@@ -33,7 +33,8 @@ def run(method: str, v: str, seed: int) -> dict[str, Any]:
     """One run of the tiny config, in this process."""
     import torch
 
-    from lgrpo.cli import LGRPOCLI, quiet_lightning
+    from lgrpo.cli import quiet_lightning
+    from lgrpo.commands.fit import LGRPOCLI
     from lgrpo.report import read_series
 
     torch.set_num_threads(1)
@@ -85,7 +86,7 @@ def sweep(workers: int) -> None:
 
 
 def summary() -> dict[str, dict[str, list[float]]]:
-    """Final pass@1 of every seed, by method and v."""
+    """Return the final pass@1 of every seed by method and v."""
     finals: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in read():
         if "error" not in row:
@@ -94,7 +95,7 @@ def summary() -> dict[str, dict[str, list[float]]]:
 
 
 def table(finals: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown, best at v = 10 first: mean, and the range over the seeds."""
+    """Return a Markdown table of mean and range over seeds, best at v = 10 first."""
 
     def cell(values: list[float]) -> str:
         return f"{statistics.mean(values):.2f} ({min(values):.2f}–{max(values):.2f})" if values else "–"
@@ -117,12 +118,12 @@ def draw(finals: dict[str, dict[str, list[float]]], path: Path) -> None:
     start = statistics.mean(row["pass@1"][0] for row in read() if "error" not in row)
     axes.axvline(start, color="black", linewidth=0.8, linestyle=":", label="start (mean)")
     for v, (label, colour, offset) in styles.items():
-        for place, name in enumerate(names):
+        for row, name in enumerate(names):
             values = finals[name][v]
             if values:
-                axes.plot([min(values), max(values)], [place + offset] * 2, color=colour, linewidth=1.2)
+                axes.plot([min(values), max(values)], [row + offset] * 2, color=colour, linewidth=1.2)
                 mean = statistics.mean(values)
-                axes.plot(mean, place + offset, "o", color=colour, markersize=4, label=label if not place else None)
+                axes.plot(mean, row + offset, "o", color=colour, markersize=4, label=label if not row else None)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(-0.7, len(names) - 0.3)
     axes.set_xlabel("final pass@1 (mean and range of the seeds)")
@@ -133,8 +134,8 @@ def draw(finals: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a thread each")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--workers", type=int, default=2, help="parallel runs, one thread each")
+    parser.add_argument("--report", action="store_true", help="write the report without running anything")
     options = parser.parse_args()
     if not options.report:
         sweep(options.workers)

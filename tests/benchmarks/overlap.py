@@ -1,8 +1,8 @@
-"""The loop beside its simulation: ``python -m tests.benchmarks.overlap``.
+"""Compare the loop with its simulation: ``python -m tests.benchmarks.overlap``.
 
-A real run (Trainer, data module, WeightSync, schedule, threads) of a very small model, whose stages are stretched by
-sleeping to lengths that are known. Where an engine may overlap it samples in the background, as servers do. What is
-measured is the time from rollout to rollout, over whole cycles after the first. The simulator is given the same.
+A real run (Trainer, data module, WeightSync, schedule, threads) of a very small model whose stages are extended to
+known durations by sleeping. An engine that can overlap samples in the background, as servers do. The time from rollout
+to rollout, over whole cycles after the first, is compared with a simulation of the same stages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import lightning as L
 
 from lgrpo.engines import TransformersEngine
-from lgrpo.simulation import Loop, Schedule
+from tests.benchmarks.simulation import Loop, Schedule
 from tests.helpers import fit
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
@@ -37,34 +37,34 @@ CASES = [  # v, lead, generate_ahead, can_overlap
 ]
 
 
-def until(moment: float) -> None:
+def sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.perf_counter()))
 
 
-class Slow(TransformersEngine):
-    """Takes as long as it is told, for each rollout and for each sync."""
+class SlowEngine(TransformersEngine):
+    """An engine whose rollouts and syncs take the durations of ``SECONDS``."""
 
     def __init__(self, can_overlap: bool, num_prompts: int) -> None:
         super().__init__()
         self.can_overlap, self.num_prompts = can_overlap, num_prompts
 
-    def receive(self, weights: Any, version: int) -> Any:
+    def receive_weights(self, weights: Any, step: int, version: int) -> Any:
         end = time.perf_counter() + SECONDS["sync"]
         try:
-            return super().receive(weights, version)
+            return super().receive_weights(weights, step, version)
         finally:
-            until(end)
+            sleep_until(end)
 
     def generate(self, prompts: Any, *arguments: Any, **options: Any) -> Any:
         end = time.perf_counter() + SECONDS["generate"] * len(prompts) / self.num_prompts
         try:
             return super().generate(prompts, *arguments, **options)
         finally:
-            until(end)
+            sleep_until(end)
 
 
 class SlowUpdate(L.Callback):
-    """Likewise for updates; keeps when each was over."""
+    """Extends updates to the duration of ``SECONDS`` and records the end of each."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -74,12 +74,12 @@ class SlowUpdate(L.Callback):
         self.started = time.perf_counter()
 
     def on_train_batch_end(self, *arguments: Any) -> None:
-        until(self.started + SECONDS["update"])
+        sleep_until(self.started + SECONDS["update"])
         self.ends.append(time.perf_counter())
 
 
 def window(period: int, lead: int) -> tuple[int, int, int]:
-    """First and last rollout that are looked at, and how many there are in all."""
+    """Return the first and the last rollout to evaluate, and the total number of rollouts."""
     first = -(-(lead + 1) // period) * period
     last = first + max(4, period)
     return first, last, last + lead + period
@@ -88,7 +88,7 @@ def window(period: int, lead: int) -> tuple[int, int, int]:
 def measure(period: int, lead: int, generate_ahead: bool, can_overlap: bool) -> float:
     first, last, count = window(period, lead)
     slow = SlowUpdate()
-    data = {"engine": Slow(can_overlap, 4), "lead": lead, "generate_ahead": generate_ahead}
+    data = {"engine": SlowEngine(can_overlap, 4), "lead": lead, "generate_ahead": generate_ahead}
     fit(v=period, rollouts=count, data=data, callbacks=[slow])
     return (slow.ends[last - 1] - slow.ends[first - 1]) / (last - first)
 
@@ -100,7 +100,7 @@ def simulated(period: int, lead: int, generate_ahead: bool, can_overlap: bool, s
         schedule,
         count,
         sync=seconds["sync"],
-        around=0.0,
+        overhead=0.0,
         generate=lambda rollouts: (seconds["generate"] * len(rollouts),) * 2,
         update=lambda rollout: (seconds["update"],) * 2,
     ).run()

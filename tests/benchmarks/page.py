@@ -1,7 +1,7 @@
-"""The kept results of ``step`` and ``update`` as tables and pictures: ``python -m tests.benchmarks.page``
+"""Write the kept results of ``step`` and ``update`` as tables and plots: ``python -m tests.benchmarks.page``.
 
-Fills what stands between ``<!-- NAME -->`` and ``<!-- end -->`` on ``tutorials/pages/speed.md``, and draws the pictures
-beside it. The words of the page are written by hand.
+Replaces the text between ``<!-- NAME -->`` and ``<!-- end -->`` on ``tutorials/pages/speed.md`` and draws its plots.
+The rest of the page is written by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = {"lgrpo": "lgrpo", "trl": "TRL"}
 
 
 def kept() -> dict[str, dict[str, Any]]:
-    """Every kept result, by the name of its file behind ``step-``."""
+    """Return every kept result by the name of its file without ``step-``."""
     return {p.stem.removeprefix("step-"): json.loads(p.read_text()) for p in sorted(RESULTS.glob("step-*.json"))}
 
 
@@ -29,7 +29,7 @@ def main_runs(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def describe(name: str, result: dict[str, Any]) -> str:
-    """The tables of a result."""
+    """Return the tables of a result."""
     blocks, runs = [], main_runs(result)
     for run in runs:
         if run.get("brief"):
@@ -55,28 +55,28 @@ def describe(name: str, result: dict[str, Any]) -> str:
 
 
 def brief(runs: list[dict[str, Any]]) -> str:
-    """Runs that are kept beside newer ones, a row each."""
+    """Return a table with one row for each older run."""
     lines = ["| other runs | v | lgrpo, s | generate | TRL, s | generate | ratio | GiB |", "|---|" + "---:|" * 7]
     for run in runs:
         both = [run.get(system, {}) for system in NAMES]
         cells = [f"{run['settings']['workload']} lengths, {run['note']}", str(run["settings"]["v"])]
-        for figures in both:
-            seconds = [figures["step_seconds"], figures["stages"]["generate"]] if "step_seconds" in figures else []
+        for times in both:
+            seconds = [times["step_seconds"], times["stages"]["generate"]] if "step_seconds" in times else []
             cells += [f"{each:.3g}" for each in seconds] or ["", ""]
         cells.append(f"{run['ratio']:.2f}" if "ratio" in run else "")
-        cells.append(" / ".join(f"{figures['peak_gib']:.3g}" for figures in both if "peak_gib" in figures))
+        cells.append(" / ".join(f"{times['peak_gib']:.3g}" for times in both if "peak_gib" in times))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def source(result: dict[str, Any], file: str) -> str:
-    """Where figures come from."""
+    """Return the machine, the versions and a link to the results."""
     versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    return f"{result['machine']}; {versions}; [figures](../../tests/benchmarks/results/{file})."
+    return f"{result['machine']}; {versions}; [results](../../tests/benchmarks/results/{file})."
 
 
 def sweeps(result: dict[str, Any]) -> str:
-    """Seconds of a step along each sweep."""
+    """Return a table of the seconds of a step for each sweep."""
     blocks = []
     for sweep, field in (("v", "v"), ("group", "group"), ("length", "completion_tokens")):
         runs = [run for run in result["runs"] if run["sweep"] == sweep and "step_seconds" in run.get("lgrpo", {})]
@@ -98,7 +98,7 @@ def sweeps(result: dict[str, Any]) -> str:
 
 
 def updates() -> dict[str, str]:
-    """The kept tables of updates alone, by the names of their files."""
+    """Return the tables of the update benchmark by the names of their files."""
     found = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("update-*.json"))}
     return {
         path.stem: f"{update.table(result['rows'])}\n\n{source(result, path.name)}" for path, result in found.items()
@@ -106,7 +106,7 @@ def updates() -> dict[str, str]:
 
 
 def filled(text: str, results: dict[str, dict[str, Any]]) -> str:
-    """The page with its tables as the results have them."""
+    """Return the page with the tables of the results."""
     blocks = updates()
     for name, result in results.items():
         blocks |= {name: describe(name, result), f"sweeps of {name}": sweeps(result)}
@@ -117,41 +117,41 @@ def filled(text: str, results: dict[str, dict[str, Any]]) -> str:
 
 
 def draw_stages(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Stages of a step, TRL's whole step being 1."""
+    """Draw the stages of a step relative to TRL's whole step."""
     plt = _pyplot()
     rows = [
         (f"{NAMES[system]}{_setting(run, system)}\n{result['model']}, {run['settings']['workload']}", run[system], run)
         for result in results.values()
         for run in main_runs(result)
         if "ratio" in run and not run.get("brief")
-        for system in (["lgrpo"] if run["sweep"] else ["trl", "lgrpo"])  # beside the same bar of TRL's
+        for system in (["lgrpo"] if run["sweep"] else ["trl", "lgrpo"])  # TRL's bar is the same as at v = 1
     ]
     figure, axes = plt.subplots(figsize=(8, 0.55 * len(rows) + 1.3), layout="constrained")
-    for place, (_, figures, run) in enumerate(reversed(rows)):
+    for row, (_, times, run) in enumerate(reversed(rows)):
         left, whole = 0.0, run["trl"]["step_seconds"]
-        if "stages" not in figures:
-            axes.barh(place, figures["step_seconds"] / whole, color="#dddddd", height=0.75)
+        if "stages" not in times:
+            axes.barh(row, times["step_seconds"] / whole, color="#dddddd", height=0.75)
             continue
         for stage, colour in COLOURS.items():
-            width = figures["stages"][stage] / whole
-            axes.barh(place, width, left=left, color=colour, height=0.75, label=stage if not place else None)
+            width = times["stages"][stage] / whole
+            axes.barh(row, width, left=left, color=colour, height=0.75, label=stage if not row else None)
             left += width
     axes.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
-    axes.set_xlabel("time of a step, TRL's being 1")
+    axes.set_xlabel("time of a step relative to TRL")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     figure.legend(handles, list(COLOURS), fontsize=8, ncols=len(COLOURS), loc="outside upper center")
     figure.savefig(path, dpi=120)
 
 
 def _setting(run: dict[str, Any], system: str) -> str:
-    """What is particular about a run."""
+    """Return the settings that distinguish a run in the plot."""
     settings = run["settings"]
     engines = f", {settings['processes']} engines" if system == "lgrpo" and settings.get("processes") else ""
     return engines + (f", v = {settings['v']}" if settings["v"] > 1 else "")
 
 
 def draw_sweeps(result: dict[str, Any], path: Path) -> None:
-    """A step against v, G and length; dotted, what is proportional to the last point."""
+    """Draw the seconds of a step over v, G and length; dotted lines are proportional to the last point."""
     plt = _pyplot()
     figure, panels = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
     titles = {"v": ("v", "v"), "group": ("group", "G"), "length": ("completion_tokens", "completion tokens")}

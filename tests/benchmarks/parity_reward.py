@@ -1,4 +1,4 @@
-"""A reward as good as random, so that every group varies."""
+"""A pseudo-random reward, so that the rewards of every group vary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lgrpo.types import Completion, Prompt
 
 
 class Parity(Reward):
-    """1 where the sum of the token ids is odd."""
+    """1 if the sum of the token ids is odd, else 0."""
 
     is_inline = True
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the same clock for both systems."""
+"""Time of each stage of a step, measured in the same way for both systems."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STAGES = ("generate", "score", "sync", "update", "rest")
 
 
 class Stages:
-    """Time by stage of every step; inside a stage another may be entered, and then the clock is that one's.
+    """Time by stage of every step. Stages nest: time within an inner stage counts for that stage only.
 
-    ``arithmetic`` is what the model and the optimizer compute in an update, ``around`` what else an update does,
-    ``turn`` what of generating is waking of weights, sleeping and making room, and ``rest`` whatever is in no stage.
-    ``phases`` says of every step which phase of the run it belongs to; None: to a warm-up.
+    ``arithmetic`` is the computation of model and optimizer in an update, ``overhead`` the rest of the update, ``turn``
+    the part of generation that wakes the engine, puts it to sleep and frees memory, and ``rest`` all time outside of
+    stages. ``phases`` has the phase of each step; None for a warm-up step.
     """
 
     def __init__(self, phases: Sequence[int | None], clock: str) -> None:
@@ -36,7 +36,7 @@ class Stages:
         self._thread = threading.get_ident()
 
     def wrap(self, owner: Any, name: str, stage: str, outside: str | None = None) -> None:
-        """Counts a method's time to a stage; not while ``outside`` is open, to which it belongs then."""
+        """Count a method's time for a stage, unless the stage ``outside`` is active and keeps it."""
         original = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -47,18 +47,18 @@ class Stages:
         setattr(owner, name, timed)
 
     def wrap_optimizer(self, optimizer: Any) -> None:
-        """Its step is arithmetic, but not the closure that Lightning runs inside it."""
+        """Count an optimizer's step as arithmetic, without the closure that Lightning runs inside it."""
         original = optimizer.step
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
-            inner = None if closure is None else lambda: self.inside("around", closure)
+            inner = None if closure is None else lambda: self.inside("overhead", closure)
             return self.inside("arithmetic", original, inner)
 
         optimizer.step = step
 
     def inside(self, stage: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Calls a function in a stage."""
-        self._turn_to(stage)
+        """Call a function and count its time for a stage."""
+        self._enter(stage)
         try:
             return function(*arguments, **options)
         finally:
@@ -66,7 +66,7 @@ class Stages:
             self._count(stage)
 
     def end_step(self, step: int) -> None:
-        """Optimizer step ``step``, from 1, is done."""
+        """Record the end of an optimizer step, counted from 1."""
         self._count(self._stack[-1])
         phase, following = self.phases[step - 1], self.phases[step]
         if phase is not None:
@@ -76,19 +76,19 @@ class Stages:
         if following != phase:
             if phase is not None:
                 self.on_phase_end()
-            forget_peak_memory()
-            self._last = self.now()  # the next phase may be measured from its first step on
+            reset_peak_memory()
+            self._last = self.now()  # a phase without warm-up is measured from its first step
 
-    def figures(self, phase: int, sampled: float, trained: float, parameters: int, peak_flops: float) -> dict[str, Any]:
-        """Means over the steps of a phase: seconds, tokens per second, the update's share of the peak, memory.
+    def summary(self, phase: int, sampled: float, trained: float, parameters: int, peak_flops: float) -> dict[str, Any]:
+        """Return means over the steps of a phase: seconds, tokens per second, the update's share of the peak, memory.
 
-        ``sampled`` tokens a step are generated, ``trained`` ones go through the update.
+        ``sampled`` is the number of generated tokens per step, ``trained`` of the tokens in an update.
         """
         steps = self.steps[phase]
         names = {name for step in steps for name in step}
         mean = defaultdict(float, {n: sum(s.get(n, 0.0) for s in steps) / len(steps) for n in names})
-        arithmetic, around = mean.pop("arithmetic", 0.0), mean.pop("around", 0.0)
-        mean["update"] = arithmetic + around
+        arithmetic, overhead = mean.pop("arithmetic", 0.0), mean.pop("overhead", 0.0)
+        mean["update"] = arithmetic + overhead
         mean["generate"] += (turn := mean.pop("turn", 0.0))
         whole = sum(mean.values())
         speeds = {"generate": sampled, "score": sampled, "update": trained}
@@ -99,15 +99,15 @@ class Stages:
             "tokens_per_second": {n: tokens / mean[n] for n, tokens in speeds.items() if mean[n]},
             "arithmetic_seconds": arithmetic,
             "turn_seconds": turn,
-            "own_seconds": around + mean["rest"],
-            "own_share": (around + mean["rest"]) / whole,
+            "own_seconds": overhead + mean["rest"],
+            "own_share": (overhead + mean["rest"]) / whole,
             "update_mfu": 6 * parameters * trained / mean["update"] / peak_flops,
             "sampled_tokens": sampled,
             "trained_tokens": trained,
             "peak_gib": self.peaks[phase] / 2**30,
         }
 
-    def _turn_to(self, stage: str) -> None:
+    def _enter(self, stage: str) -> None:
         self._count(self._stack[-1])
         self._stack.append(stage)
 
@@ -120,7 +120,7 @@ class Stages:
 
 
 class DeviceMemory(threading.Thread):
-    """Watches how much of a GPU's memory is in use: the trainer's, vLLM's and what either keeps for later."""
+    """Records the peak of a GPU's used memory, over all processes and including caches."""
 
     def __init__(self, period: float = 0.05) -> None:
         super().__init__(daemon=True)
@@ -134,7 +134,7 @@ class DeviceMemory(threading.Thread):
             self.peak = max(self.peak, total - free)
 
     def end(self) -> None:
-        """A process that exits while it looks would be aborted."""
+        """Stop the thread; a process that exits while it queries the GPU would be aborted."""
         self._ended.set()
         self.join()
 
@@ -142,8 +142,8 @@ class DeviceMemory(threading.Thread):
 _device: list[DeviceMemory] = []
 
 
-def forget_peak_memory() -> None:
-    """From now on the peak is counted."""
+def reset_peak_memory() -> None:
+    """Start a new measurement of the peak."""
     if torch.cuda.is_available():
         if not _device:
             _device.append(DeviceMemory())
@@ -155,7 +155,7 @@ def forget_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Bytes: in use on the GPU, or resident in this process (imports included)."""
+    """Return the peak in bytes: used on the GPU, or resident in this process (imports included)."""
     if torch.cuda.is_available():
         return _device[0].peak if _device else torch.cuda.max_memory_allocated()
     if (status := Path("/proc/self/status")).exists():
@@ -168,7 +168,7 @@ def peak_memory() -> int:
 
 
 def matmul_peak(clock: str = "wall", size: int = 1536, repeats: int = 8) -> float:
-    """FLOP/s of a large float32 product on this machine, the best of several."""
+    """Return the FLOP/s of a large float32 matrix product on this machine, the best of several."""
     now = CLOCKS[clock]
     a, b = torch.randn(size, size), torch.randn(size, size)
     best = float("inf")

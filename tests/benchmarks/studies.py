@@ -1,8 +1,8 @@
 """The papers' comparisons on the task of ``configs/tiny.yaml``, ten seeds each.
 
-    python -m tests.benchmarks.studies                    # all of them, two runs at a time; stop it and it goes on
-    python -m tests.benchmarks.studies ablation --seeds 3 # some of it
-    python -m tests.benchmarks.studies --report           # the page and the pictures, of what is there
+    python -m tests.benchmarks.studies                    # all studies, two runs in parallel; resumable
+    python -m tests.benchmarks.studies ablation --seeds 3 # one study
+    python -m tests.benchmarks.studies --report           # page and plots of the rows so far
 
 Each run appends a row to ``tests/benchmarks/results/studies.jsonl``. The page is ``tutorials/pages/results.md``.
 """
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,16 +32,16 @@ PAGE = ROOT / "tutorials" / "pages" / "results.md"
 SEEDS = 10
 
 Arms = dict[str, list[str]]
-"""Settings by the name of an arm, as ``lgrpo fit`` takes them behind ``--config configs/tiny.yaml``."""
+"""Settings by the name of an arm, as arguments of ``lgrpo fit`` after ``--config configs/tiny.yaml``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Arms that are compared with one of them, seed by seed."""
+    """Arms that are compared with a baseline, paired by seed."""
 
     title: str
     claim: str
-    """What the paper says."""
+    """Claim of the paper."""
     baseline: str
     arms: Arms = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ TEN_STEPS = ["--data.reuse=10", "--data.num_rollouts=4"]
 
 
 def sizes(group: int) -> list[str]:
-    """128 completions in a rollout, whatever the size of the groups."""
+    """Return the settings for 128 completions per rollout in groups of this size."""
     return [f"--data.group_size={group}", f"--data.num_prompts={128 // group}"]
 
 
@@ -97,7 +98,7 @@ PAPER_B = {
 STUDIES = {
     "ablation": Study(
         title="Paper A: the ablation",
-        claim="the mask stabilises; v = 10 matches v = 1; several steps on a rollout are slower (Mroueh et al.)",
+        claim="the mask stabilises; v = 10 matches v = 1; several steps per rollout are slower (Mroueh et al.)",
         baseline="(1, 1)",
         arms={
             "(1, 1)": [period(1), NO_MASK],
@@ -107,7 +108,7 @@ STUDIES = {
             "(1, 10)": [period(1), NO_MASK, *TEN_STEPS],
         },
     ),
-    "dull_groups": Study(
+    "zero_variance": Study(
         title="Groups whose rewards are all equal",
         claim="DAPO samples them again; Mroueh et al. mask them",
         baseline="neither",
@@ -118,14 +119,14 @@ STUDIES = {
         },
     ),
     "deviation": Study(
-        title="Small groups, and which standard deviation divides",
+        title="Small groups and the estimate of the standard deviation",
         claim="left open by Mroueh et al.: the estimate is biased in small groups",
         baseline="G = 8, population",
-        arms={f"G = {g}, {name}": [*sizes(g), *own] for g in (4, 8, 16) for name, own in DEVIATIONS.items()},
+        arms={f"G = {g}, {name}": [*sizes(g), *extra] for g in (4, 8, 16) for name, extra in DEVIATIONS.items()},
     ),
     "refresh": Study(
-        title="When the reference follows",
-        claim="each refresh amplifies the success rate (Mroueh et al.); β is 0.1 here, so that it matters",
+        title="When the reference is refreshed",
+        claim="each refresh amplifies the success rate (Mroueh et al.); β is 0.1 here, so that it has an effect",
         baseline="once a stage",
         arms={
             "once a stage": ["--model.loss.init_args.kl_coef=0.1"],
@@ -135,10 +136,12 @@ STUDIES = {
         },
     ),
     "staleness": Study(
-        title="Staleness, and what the ratio is taken over",
-        claim="a ratio that ignores who sampled fails as the lag grows; decoupling mends it (AReaL's table, its shape)",
+        title="Staleness and the denominator of the ratio",
+        claim="a ratio that ignores the behaviour policy fails as the lag grows; decoupling fixes it (AReaL)",
         baseline="v = 1, π/α, centre one",
-        arms={f"v = {v or '∞'}, {name}": [period(v), *own] for v in (1, 5, 20, None) for name, own in RATIOS.items()},
+        arms={
+            f"v = {v or '∞'}, {name}": [period(v), *extra] for v in (1, 5, 20, None) for name, extra in RATIOS.items()
+        },
     ),
     "paper_b": Study(
         title="Paper B: REINFORCE and its relatives, off-policy",
@@ -154,10 +157,11 @@ STUDIES = {
 
 
 def run(study: str, arm: str, seed: int) -> dict[str, Any]:
-    """One run, in this process."""
+    """Run one arm in this process."""
     import torch
 
-    from lgrpo.cli import LGRPOCLI, quiet_lightning
+    from lgrpo.cli import quiet_lightning
+    from lgrpo.commands.fit import LGRPOCLI
     from lgrpo.report import read_series
 
     torch.set_num_threads(1)
@@ -203,8 +207,8 @@ def work(job: tuple[str, str, int]) -> dict[str, Any]:
     try:
         return run(*job)
     except Exception as error:
-        own = dict(zip(("study", "arm", "seed"), job, strict=True))
-        return own | {"error": f"{type(error).__name__}: {error}"[:300]}
+        names = dict(zip(("study", "arm", "seed"), job, strict=True))
+        return names | {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 def read() -> list[dict[str, Any]]:
@@ -212,7 +216,7 @@ def read() -> list[dict[str, Any]]:
 
 
 def planned(names: list[str], seeds: int) -> Iterator[tuple[str, str, int]]:
-    """Seed after seed, so that what is there after a while is a whole with fewer seeds."""
+    """Yield missing runs seed by seed, so that early results cover all arms."""
     done = {(row["study"], row["arm"], row["seed"]) for row in read() if "error" not in row}
     for seed in range(seeds):
         for name in names:
@@ -233,7 +237,7 @@ def launch(names: list[str], seeds: int, workers: int) -> None:
 
 
 def by_arm(study: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """Rows by arm and seed."""
+    """Return the rows of a study by arm and seed."""
     found: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in read():
         if row["study"] == study and "error" not in row:
@@ -242,7 +246,7 @@ def by_arm(study: str) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def table(study: str) -> str:
-    """Final pass@1, its difference to the baseline seed by seed, and how steady the end was."""
+    """Return a table of final pass@1, its paired difference to the baseline, and the spread of the last quarter."""
     from lgrpo.report.intervals import mean_interval, paired_difference
 
     rows = by_arm(study)
@@ -295,13 +299,13 @@ def draw(study: str, path: Path) -> None:
     axes = figure.add_subplot()
     start = statistics.fmean(row["pass@1"][0] for seeds in rows.values() for row in seeds.values())
     axes.axvline(start, color="black", linewidth=0.8, linestyle=":", label="start (mean)")
-    for place, name in enumerate(names):
+    for y, name in enumerate(names):
         values = [row["pass@1"][-1] for row in rows[name].values()]
         interval = mean_interval(values)
-        axes.plot(values, [place] * len(values), "o", color="#9db7d5", markersize=3, label=None if place else "seeds")
+        axes.plot(values, [y] * len(values), "o", color="#9db7d5", markersize=3, label=None if y else "seeds")
         half = 0.0 if interval.count < 2 else interval.half_width
-        label = None if place else "mean, 95%"
-        axes.errorbar(interval.mean, place, xerr=half, fmt="o", color="#2a6fbb", markersize=5, capsize=3, label=label)
+        label = None if y else "mean, 95%"
+        axes.errorbar(interval.mean, y, xerr=half, fmt="o", color="#2a6fbb", markersize=5, capsize=3, label=label)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(-0.7, len(names) - 0.3)
     axes.set_xlabel("final pass@1")
@@ -312,82 +316,84 @@ def draw(study: str, path: Path) -> None:
 
 VERDICTS = {
     "ablation": (
-        "v = 10 matches v = 1, with a tenth of the syncs: holds, to 0.02. The mask changes neither pass@1 nor "
-        "the spread by anything ten seeds would show, so that it stabilises does not show on this task (β is "
-        "0.01, and no seed is unstable without it). Ten steps on each rollout end 0.21 lower after as many "
-        "optimizer steps: slower, as the paper has it. But they have then seen a tenth of the completions; "
-        "(1, 1) was at 0.50 after twice as many, so for each completion reuse is ahead here."
+        "v = 10 matches v = 1 to 0.02, with a tenth of the syncs: confirmed. The mask changes neither pass@1 nor the "
+        "spread significantly, so its stabilising effect is not visible on this task (β is 0.01, and no seed is "
+        "unstable without it). Ten steps per rollout end 0.21 lower after as many optimizer steps: slower, as the "
+        "paper says. But they have then seen a tenth of the completions; (1, 1) was at 0.50 after twice as many, so "
+        "per completion reuse is ahead here."
     ),
-    "dull_groups": (
-        "sampled again with other prompts, they end 0.08 higher (0.076 ± 0.022) and steadier (spread 0.056 against "
-        "0.095). That is for each step: the completions counted are those trained on, and those thrown away come on "
-        "top. The mask changes nothing that ten seeds would show."
+    "zero_variance": (
+        "sampling these groups again with other prompts ends 0.08 higher (0.076 ± 0.022) and with a smaller spread "
+        "(0.056 against 0.095), per step: the table counts completions that are trained on, and discarded ones come on "
+        "top. The mask has no significant effect."
     ),
     "deviation": (
-        "no estimate is told apart from another at any G, 4 included: the bias of small groups costs nothing here. "
-        "Fewer and larger groups (G = 16) end a little lower, at the edge of what these seeds show; a step has 128 "
+        "no estimate differs significantly from another at any G, 4 included: the bias of small groups costs nothing "
+        "here. Fewer and larger groups (G = 16) end slightly lower, at the limit of significance; a step has 128 "
         "completions in all rows."
     ),
     "refresh": (
-        "a reference that never follows ends 0.03 lower (-0.029 ± 0.027). Once a stage, every ten rollouts and no "
-        "reference at all are not told apart, so amplification by each refresh does not show beyond that."
+        "a reference that is never refreshed ends 0.03 lower (-0.029 ± 0.027). Once a stage, every ten rollouts and no "
+        "reference do not differ significantly, so amplification by each refresh is not visible beyond that."
     ),
     "staleness": (
-        "without a ratio pass@1 falls with the lag (0.79, 0.75, 0.61 at v = 1, 5, 20), and π/α holds it (0.81, 0.83, "
-        "0.77): the shape of AReaL's table. Offline it turns round: π/α clipped around one stops at 0.52, and "
-        "stays nearest to α (0.29 nats), while no ratio reaches 0.75 and clips around π_k/α 0.77. No run collapsed. At "
-        "one step on each rollout π/π_k and no ratio are one gradient, and so are eq. 6 and the decoupled loss: their "
-        "rows are equal, seed by seed."
+        "without a ratio pass@1 falls with the lag (0.79, 0.75, 0.61 at v = 1, 5, 20), and π/α prevents this (0.81, "
+        "0.83, 0.77), as in AReaL's table. Offline the order is reversed: π/α clipped around one stops at 0.52 and "
+        "stays nearest to α (0.29 nats), while no ratio reaches 0.75 and clips around π_k/α 0.77. No run collapsed. "
+        "With one step per rollout π/π_k and no ratio have the same gradient, and so have eq. 6 and the decoupled "
+        "loss: their rows are equal for every seed."
     ),
     "paper_b": (
         "importance sampling does not help: without it one-side (0.80 against 0.71) and ring (0.77 against 0.64) end "
-        "higher at v = 20, and two-side is not told apart (0.45 against 0.50). Clips matter: REINFORCE has 0.51, "
-        "one-side 0.80. A wide clip makes no difference at v = 20, and 0.2 offline (0.72 against 0.54). RED-Weight is "
-        "0.06 behind GRPO at v = 20 and 0.24 ahead offline (0.76 against 0.53); RED-Drop is behind GRPO in both, so "
-        "that RED beats GRPO holds for one of the two, offline. OPMD, at the settings of its file, "
-        "collapses in every run."
+        "higher at v = 20, and two-side does not differ significantly (0.45 against 0.50). Clips matter: REINFORCE has "
+        "0.51, one-side 0.80. A wide clip makes no difference at v = 20 and gains 0.2 offline (0.72 against 0.54). "
+        "RED-Weight is 0.06 behind GRPO at v = 20 and 0.24 ahead offline (0.76 against 0.53); RED-Drop is behind GRPO "
+        "in both, so the claim that RED beats GRPO holds for RED-Weight offline only. OPMD, with the settings of its "
+        "file, collapses in every run."
     ),
 }
-"""What was seen, in words. They name figures, so they are written anew when seeds are added."""
+"""Summary of each study. The texts contain numbers, so they must be rewritten when seeds are added."""
 
-INTRODUCTION = """# Results: the papers' comparisons at the scale we have
+INTRODUCTION = """# Results: the papers' comparisons on a small task
 
-Made by `python -m tests.benchmarks.studies` from the rows it keeps in
+Written by `python -m tests.benchmarks.studies` from the rows in
 [studies.jsonl](../../tests/benchmarks/results/studies.jsonl). Every run is `configs/tiny.yaml` (a model of 108 thousand
-parameters learns to sort three digits, 200 optimizer steps, 128 completions in each) with the settings that
-`tests/benchmarks/studies.py` names; pass@1 is of 128 held-out problems, 8 samples each. *Less baseline* is paired by
-seed, and an interval that contains 0 means that these seeds do not tell the two apart. *Collapsed* counts seeds that
-end below half of where they began, *spread* is the standard deviation of the rollouts' reward over the last quarter,
-*largest KL* the most that the policy diverged from the one that sampled (`train/kl_behaviour`), the median of the
-seeds. A completion has at most five tokens. *Seconds* are a run's, the median of its seeds, two at a time on two cores;
-seeds were run on several days, beside other work on some, so they tell what a row costs, not which is faster.
-All of it, 670 runs, takes about two and a half hours; it can be stopped at any time, and goes on where it was.
+parameters learns to sort three digits; 200 optimizer steps of 128 completions) with the settings listed in
+`tests/benchmarks/studies.py`. pass@1 is over 128 held-out problems with 8 samples each; a completion has at most five
+tokens.
 
-What such a small task can show is how the algorithms compare on it, not how they would at 7B. **No row here was run on
-a GPU**; what was tried there is at the end.
+- *Less baseline* is paired by seed. If its interval contains 0, these seeds do not separate the two arms.
+- *Collapsed* is the number of seeds that end below half of their initial pass@1.
+- *Spread* is the standard deviation of the rollouts' reward over the last quarter.
+- *Largest KL* is the largest divergence from the behaviour policy (`train/kl_behaviour`), median over seeds.
+- *Seconds* is the time of a run, median over seeds, two runs at a time on two cores. Seeds were run on several days,
+  partly with other load, so it shows the cost of a row, not which is faster.
+
+All 670 runs take about two and a half hours; the command can be stopped and restarted.
+
+Such a small task shows how the algorithms compare on it, not how they would at 7B. **No row was run on a GPU**, except
+for those in the last section.
 """
 
 ON_A_GPU = """## On a GPU
 
-*GSM8K* (`python -m tests.benchmarks.gsm8k --model SmolLM2-135M-Instruct --data GSM8K --rollouts 36`): the model learns
-GSM8K's training solutions first (three epochs, a minute), then three arms train it by the settings of
-`configs/papers/a_gsm8k.yaml` but for those the script lists, 36 rollouts of 28 × 16 completions each, six runs at a
-time on one H200 in eight minutes. The command was stopped once before it had written a row, and went on; the rows are
-read from the runs' folders, without their seconds. Pass@1 is over GSM8K's whole test set, four samples a problem at
-temperature 0.7; it was 0.053 before:
+**GSM8K** (`python -m tests.benchmarks.gsm8k --model SmolLM2-135M-Instruct --data GSM8K --rollouts 36`): the
+model is first trained on GSM8K's solutions (three epochs, a minute). Then three arms train it with the settings of
+`configs/papers/a_gsm8k.yaml`, except for those the script lists: 36 rollouts of 28 × 16 completions each, six runs at a
+time on one H200 in eight minutes. The rows are read from the runs' folders. Pass@1 is over GSM8K's whole test set, four
+samples per problem at temperature 0.7; it was 0.053 before:
 
 {gsm8k}
 
-**Nothing can be told apart.** Pass@1 ends between 0.049 and 0.064; 1,319 problems leave ± 0.008 to chance (twice the
-standard error), and the two seeds of an arm are up to 0.011 apart. Whether the mask stabilises, or v = 10 matches
-v = 1, is not answered at this size: a model of 135M solves one problem in seventeen, in six groups of ten all rewards
-are equal, and 36 steps are few. With four syncs instead of 36 (kl_behaviour at most 0.010 instead of 0.003) there is
-no harm that shows. An earlier day's runs, before a mistake in vLLM's random numbers was found, ended between 0.052 and
-0.063. Not run on a GPU: (10, 1) without the mask, (1, 10), more seeds, the other studies.
+**No difference is significant.** Pass@1 ends between 0.049 and 0.064; twice the standard error over 1,319 problems is
+0.008, and the two seeds of an arm differ by up to 0.011. Whether the mask stabilises, or v = 10 matches v = 1, cannot
+be decided at this size: a model of 135M solves one problem in seventeen, in six groups of ten all rewards are equal,
+and 36 steps are few. Four syncs instead of 36 (kl_behaviour at most 0.010 instead of 0.003) do no visible harm. Not run
+on a GPU: (10, 1) without the mask, (1, 10), more seeds, the other studies.
 
-*Throughput of v* (Mroueh et al.: v = 10 has 1.35 times the rollouts of v = 1, at 7B with one GPU that serves and seven
-that train). On one GPU engine and trainer take turns, and v saves syncs, sleeping and waking, and the ends of calls
-("of 320": that each engine decodes 320 completions at a time):
+**Throughput of v** (Mroueh et al.: v = 10 has 1.35 times the rollouts of v = 1, at 7B with one GPU that serves and
+seven that train). On one GPU, engine and trainer take turns, and a larger v saves syncs, sleeping and waking, and the
+ends of calls ("of 320": each engine decodes 320 completions at a time):
 
 | one H200, vLLM 0.26 | v = 1 | v = 10 | generate | syncs |
 |---|---:|---:|---:|---:|
@@ -404,18 +410,18 @@ that train). On one GPU engine and trainer take turns, and v saves syncs, sleepi
 | [448 × 512](speed.md#before-packing) before packing, one engine | 23.5 s | 23.3 s | 11.2, 11.9 s | 0.50, 0.05 s |
 | [7B with LoRA](lora.md#7b-on-one-card), 128 × 256 tokens, one engine | 9.1 s | 7.0 s | 2.5, 1.5 s | 0.30, 0.02 s |
 
-So v = 10 has 1.04 to 1.20 times the rollouts of v = 1 at 1.5B (and none more on the day when the engines had room for
-one of them only), with realistic lengths 1.10 to 1.36 times, and 1.29 times at 7B with LoRA (8.5 against 6.6 a minute;
-one rollout at v = 1, one cycle at v = 10). At 7B, of the 2.0 s that a rollout saves 1.1 are one long generation
-instead of ten short ones, in which the engine is never half empty (22,200 tokens a second instead of 12,900), and 0.9
-are syncs, sleeping and waking, with 14.7 GiB to the host and back; the update is the same. That is near the paper's
-1.35, but not for its reason: there servers sample while others train. [The simulation](simulation.md) says how much
-to expect of that, and what it assumes.
+v = 10 has 1.04 to 1.20 times the rollouts of v = 1 at 1.5B (no more than v = 1 on C, where each engine decoded about
+245 completions at a time), 1.10 to 1.36 times with realistic lengths, and 1.29 times at 7B with LoRA (8.5 against 6.6
+per minute; one rollout at v = 1, one cycle at v = 10). At 7B a rollout saves 2.0 s: 1.1 s because one long generation
+replaces ten short ones, so that the engine is never half empty (22,200 tokens per second instead of 12,900), and 0.9 s
+of syncs, sleeping and waking, with 14.7 GiB to the host and back; the update is the same. This is near the paper's
+1.35, but for another reason: there servers sample while others train. [The simulation](simulation.md) predicts the
+effect of that.
 """
 
 
 def page() -> str:
-    """What there is, study by study."""
+    """Return the page with all studies that have rows."""
     parts = [INTRODUCTION]
     for name, study in STUDIES.items():
         parts.append(f"## {study.title}\n\nThe claim: {study.claim}.")
@@ -425,19 +431,19 @@ def page() -> str:
         picture = f"../../tests/benchmarks/results/study_{name}.png"
         parts += [f"![{study.title}]({picture})", table(name)]
         if name in VERDICTS:
-            parts.append(f"**Here:** {VERDICTS[name]}")
+            parts.append(textwrap.fill(f"**Here:** {VERDICTS[name]}", 120, break_on_hyphens=False))
     return "\n\n".join([*parts, ON_A_GPU.format(gsm8k=gsm8k.table())])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("studies", nargs="*", help=f"which: {', '.join(STUDIES)}; by default all")
+    parser.add_argument("studies", nargs="*", help=f"studies to run: {', '.join(STUDIES)}; all by default")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a thread each")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--workers", type=int, default=2, help="parallel runs, one thread each")
+    parser.add_argument("--report", action="store_true", help="write the report without running anything")
     options = parser.parse_args()
     if unknown := set(options.studies) - set(STUDIES):
-        parser.error(f"there is no study {', '.join(sorted(unknown))}: there are {', '.join(STUDIES)}")
+        parser.error(f"unknown study {', '.join(sorted(unknown))}; choose from {', '.join(STUDIES)}")
     names = options.studies or list(STUDIES)
     if not options.report:
         launch(names, options.seeds, options.workers)

@@ -1,11 +1,11 @@
-"""Syncs alone: how long weights take into engines, checksums included: ``python -m tests.benchmarks.sync``.
+"""Time weight syncs into engines, checksums included: ``python -m tests.benchmarks.sync``.
 
-Random weights, changed before every sync, as an optimizer step would; the engines sleep in between, and waking does not
-count. vLLM on a GPU, the embedded engine on a CPU. The first sync starts the engines and is left out. Results are
+Random weights are changed before every sync, as by an optimizer step; the engines sleep in between, and waking is not
+counted. vLLM on a GPU, the embedded engine on a CPU. The first sync starts the engines and is left out. Results are
 written to ``tests/benchmarks/results/sync-MACHINE.json``.
 
     python -m tests.benchmarks.sync                                     # 1.5B, in the trainer's process and in two
-    python -m tests.benchmarks.sync --processes 0 --profile sync.txt    # where the time of one goes, in this process
+    python -m tests.benchmarks.sync --processes 0 --profile sync.txt    # profile of one sync in this process
     python -m tests.benchmarks.sync --shape demo                        # a small model, on a CPU too
 """
 
@@ -28,7 +28,7 @@ from tests.benchmarks.workload import SHAPES, random_policy
 
 
 def make_engine(processes: int) -> RolloutEngine:
-    """In the trainer's process, or in several."""
+    """Return an engine in the trainer's process, or a pool of ``processes``."""
     one: RolloutEngine = TransformersEngine()
     if torch.cuda.is_available():
         memory = {"gpu_memory_utilization": 0.2 / max(1, processes), "kv_cache_gib": 1.0}
@@ -37,7 +37,7 @@ def make_engine(processes: int) -> RolloutEngine:
 
 
 def measure(policy: CausalPolicy, processes: int, syncs: int, profile: Path | None) -> dict[str, Any]:
-    """Seconds of every sync after the first, without one more that is watched."""
+    """Return the seconds of every sync after the first; an additional one is profiled."""
     engine, profiler = make_engine(processes), cProfile.Profile()
     for step in range(syncs + 1 + (profile is not None)):
         with torch.no_grad():
@@ -47,26 +47,34 @@ def measure(policy: CausalPolicy, processes: int, syncs: int, profile: Path | No
             profiler.enable()
         engine.load_weights(policy.weights(), step, num_rollouts=1)
         profiler.disable()
-        engine.spent = True
-        engine.rest()
+        engine.finish_cycle()
+        engine.sleep()
     if profile:
         with profile.open("w") as file:
             pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(40)
     engine.close()
-    seconds = [record.seconds for record in engine.ledger[1 : syncs + 1]]
-    return {"processes": processes, "num_bytes": engine.ledger[-1].num_bytes, "seconds": seconds}
+    seconds = [record.seconds for record in engine.state.ledger[1 : syncs + 1]]
+    return {"processes": processes, "num_bytes": engine.state.ledger[-1].num_bytes, "seconds": seconds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--processes", type=int, nargs="+", default=[0, 2], help="of an EnginePool; 0: the trainer's")
-    parser.add_argument("--syncs", type=int, default=6, help="after the first, which starts the engines")
-    parser.add_argument("--profile", type=Path, help="one more: write where its time goes in this process")
-    parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        default=[0, 2],
+        help="numbers of processes of an EnginePool; 0 for the trainer's process",
+    )
+    parser.add_argument(
+        "--syncs", type=int, default=6, help="number of syncs after the first, which starts the engines"
+    )
+    parser.add_argument("--profile", type=Path, help="path for a profile of one additional sync in this process")
+    parser.add_argument("--out", type=Path, help="path of the results; by default in tests/benchmarks/results")
     options = parser.parse_args()
     if options.syncs < 1:
-        parser.error(f"--syncs is {options.syncs}: one at least is measured")
+        parser.error(f"--syncs is {options.syncs}; it must be at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = random_policy(options.shape, 1024)
     machine, packages = machine_name(device), ("torch", "transformers", *(["vllm"] if device == "cuda" else []))

@@ -1,4 +1,4 @@
-"""The systems of a benchmark, each run in a process of its own: lgrpo, and TRL."""
+"""The systems of the step benchmark, lgrpo and TRL, each run in a separate process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.benchmarks.workload import (
 
 
 class Cycles(EngineSync):
-    """Syncs at the beginning of each cycle; ``periods`` are their lengths in rollouts, in order."""
+    """Syncs at the start of each cycle; ``periods`` are the lengths of the cycles in rollouts."""
 
     def __init__(self, periods: Sequence[int]) -> None:
         self.periods = dict(zip(accumulate(periods, initial=0), periods, strict=False))
@@ -55,7 +55,8 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
         Sampling,
     )
     from lgrpo.data.scorer import GroupScores
-    from lgrpo.engines import pool
+    from lgrpo.engines.pool import engine as pool
+    from lgrpo.engines.vllm.embedded import EmbeddedLLM
     from lgrpo.tasks import DatasetTask
     from tests.benchmarks.parity_reward import Parity
 
@@ -96,13 +97,14 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
                 stages.end_step(trainer.global_step)
 
     stages.wrap(type(engine), "generate", "generate")
-    for name in ("rest", "wake"):
+    for name in ("sleep", "wake"):
         stages.wrap(type(engine), name, "turn")
-    stages.wrap(*((engine, "_wake") if isinstance(engine, VLLMEngine) else (pool, "make_room")), "turn", outside="sync")
+    owner, name = (EmbeddedLLM, "wake") if isinstance(engine, VLLMEngine) else (pool, "free_cached_memory")
+    stages.wrap(owner, name, "turn", outside="sync")
     stages.wrap(type(engine), "load_weights", "sync")
     stages.wrap(GroupScores, "__call__", "rest")
     stages.wrap(GroupScores, "result", "score")
-    stages.wrap(GRPOModule, "training_step", "around")
+    stages.wrap(GRPOModule, "training_step", "overhead")
     stages.wrap(CausalPolicy, "forward", "arithmetic")
     trainer = L.Trainer(
         accelerator="gpu" if cuda else "cpu",
@@ -120,18 +122,18 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
         callbacks=[Cycles(work.periods), Watch()],
     )
 
-    def figures() -> list[dict[str, Any]]:
-        found, syncs = work.figures(stages, policy.model), [record.seconds for record in engine.ledger]
-        for phase, own in zip(options.phases, found, strict=True):
+    def results() -> list[dict[str, Any]]:
+        found, syncs = work.results(stages, policy.model), [record.seconds for record in engine.state.ledger]
+        for phase, result in zip(options.phases, found, strict=True):
             count = phase["warm_up"] + phase["steps"] // phase["v"]
-            own["sync_each"], syncs = syncs[phase["warm_up"] : count], syncs[count:]
+            result["sync_each"], syncs = syncs[phase["warm_up"] : count], syncs[count:]
         return found
 
-    return work.run(lambda: trainer.fit(module, datamodule=data), stages, figures)
+    return work.run(lambda: trainer.fit(module, datamodule=data), stages, results)
 
 
 def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
-    """vLLM on a GPU, on a CPU the embedded engine; in the trainer's process, or in several."""
+    """Return vLLM on a GPU, the embedded engine on a CPU; in the trainer's process or in a pool."""
     cuda, pooled = options.device == "cuda", options.processes > 0
     engine: RolloutEngine
     if cuda:
@@ -140,7 +142,9 @@ def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
             max_model_len=options.prompt_tokens + work.longest,
             max_num_seqs=options.sequences,
             gpu_memory_utilization=options.engine_memory / max(1, options.processes),
-            kv_cache_gib=work.cache_gib() / options.processes if pooled else None,  # known, they start at once
+            kv_cache_gib=work.cache_gib() / options.processes
+            if pooled
+            else None,  # with a given size they start in parallel
         )
     else:
         engine = (PrescribedEmbedded if pooled else TransformersEngine)()
@@ -219,49 +223,49 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
         prescribe_generate(trainer.model, trainer.eos_token_ids, work.lengths)
     stages.wrap(GRPOTrainer, "_generate_single_turn", "generate")
     stages.wrap(GRPOTrainer, "_calculate_rewards", "score")
-    stages.wrap(GRPOTrainer, "compute_loss", "around")
-    stages.wrap(GRPOTrainer, "_get_per_token_logps_and_entropies", "around")
+    stages.wrap(GRPOTrainer, "compute_loss", "overhead")
+    stages.wrap(GRPOTrainer, "_get_per_token_logps_and_entropies", "overhead")
     stages.wrap(trainer.model, "forward", "arithmetic", outside="generate")
     stages.wrap(trainer.accelerator, "backward", "arithmetic")
     stages.wrap(trainer.accelerator, "clip_grad_norm_", "arithmetic")
-    return work.run(trainer.train, stages, lambda: work.figures(stages, trainer.model))
+    return work.run(trainer.train, stages, lambda: work.results(stages, trainer.model))
 
 
 SYSTEMS = {"lgrpo": run_lgrpo, "trl": run_trl}
 PACKAGES = {"lgrpo": ("lightning",), "trl": ("datasets", "trl.trainer.grpo_trainer")}
-"""TRL's trainer brings transformers and vLLM with it; that of lgrpo is for its engine to import, maybe elsewhere."""
+"""Packages to import early. TRL's trainer imports vLLM; lgrpo's engine does so itself, possibly in other processes."""
 
 
 def import_packages(system: str) -> None:
-    """Imports what a system needs, so that its turn does not begin with that."""
+    """Import the packages of a system before its measurement starts."""
     for name in PACKAGES[system]:
         importlib.import_module(name)
 
 
 class Work:
-    """The prompts and lengths of a run, phase after phase, and whether they came out."""
+    """The prompts and prescribed lengths of all phases of a run, and checks that a system kept to them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.size = options.prompts * options.group
         self.phase_of: list[int | None] = []
-        """Of every rollout, which is every step; None in a warm-up."""
+        """Phase of each rollout (one optimizer step each); None in a warm-up."""
         self.periods: list[int] = []
-        """Of every cycle, how many rollouts it has; in a warm-up, lgrpo syncs before each."""
+        """Number of rollouts of each cycle; 1 in a warm-up."""
         self.lengths: list[int] = []
         for number, phase in enumerate(options.phases):
             warm_up, steps, v = phase["warm_up"], phase["steps"], phase["v"]
             self.phase_of += [None] * warm_up + [number] * steps
             self.periods += [1] * warm_up + [v] * (steps // v)
-            of_all = (options.completion_tokens, options.mean_tokens, options.cap_tokens)
-            self.lengths += lengths(phase["workload"], (warm_up + steps) * self.size, *of_all)
-        self.failure = "it did not come to the end of this phase"
+            sizes = (options.completion_tokens, options.mean_tokens, options.cap_tokens)
+            self.lengths += lengths(phase["workload"], (warm_up + steps) * self.size, *sizes)
+        self.failure = "the phase was not completed"
         self.longest = max(self.lengths)
         needed = options.prompts * len(self.phase_of)
         self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, needed)
 
     def check(self, rollout: int, found: list[int], whole: list[int] | None = None) -> None:
-        """A rollout's completions, and with their prompts, have the lengths they should have."""
+        """Raise if completions, or whole sequences, of a rollout do not have their prescribed lengths."""
         expected = self.lengths[rollout * self.size : (rollout + 1) * self.size]
         if found != expected:
             raise RuntimeError(f"rollout {rollout} has completions of {found[:8]}… tokens, not {expected[:8]}…")
@@ -269,54 +273,54 @@ class Work:
             raise RuntimeError(f"the prompts of rollout {rollout} are not {self.options.prompt_tokens} tokens long")
 
     def check_policy(self, rollout: int, steps: set[int]) -> None:
-        """A rollout is sampled by the policy as it was when its cycle began; a rollout is a step."""
+        """Raise if a rollout was not sampled by the policy at the start of its cycle."""
         begin = max(start for start in accumulate(self.periods, initial=0) if start <= rollout)
         if steps != {begin}:
             raise RuntimeError(f"rollout {rollout} was sampled by the policy of steps {sorted(steps)}, not {begin}")
 
     def run(
-        self, train: Callable[[], Any], stages: Stages, figures: Callable[[], list[dict[str, Any]]]
+        self, train: Callable[[], Any], stages: Stages, results: Callable[[], list[dict[str, Any]]]
     ) -> list[dict[str, Any]]:
-        """Trains; the figures are written at the end of every phase, so that whatever ends the next loses none."""
-        stages.on_phase_end = lambda: self.write(figures())
+        """Train and return the results; they are also written after every phase, so that a crash loses none."""
+        stages.on_phase_end = lambda: self.write(results())
         try:
             train()
         except Exception as error:
             traceback.print_exc()
             self.failure = f"{type(error).__name__}: {error}"[:600]
-        return figures()
+        return results()
 
-    def write(self, figures: list[dict[str, Any]]) -> None:
-        Path(self.options.figures).write_text(json.dumps(figures))
+    def write(self, results: list[dict[str, Any]]) -> None:
+        Path(self.options.results).write_text(json.dumps(results))
 
-    def figures(self, stages: Stages, model: Any) -> list[dict[str, Any]]:
-        """What was measured in each phase."""
+    def results(self, stages: Stages, model: Any) -> list[dict[str, Any]]:
+        """Return the measurements of each phase, or its error."""
         parameters, found = sum(p.numel() for p in model.parameters()), []
         for number, phase in enumerate(self.options.phases):
             if len(stages.steps[number]) < phase["steps"]:
                 found.append({"error": self.failure})
                 continue
             sampled, trained = self.tokens(number)
-            figures = stages.figures(number, sampled, trained, parameters, self.options.peak_flops)
-            found.append(figures | {"parameters": parameters})
+            summary = stages.summary(number, sampled, trained, parameters, self.options.peak_flops)
+            found.append(summary | {"parameters": parameters})
         return found
 
     def tokens(self, phase: int) -> tuple[float, float]:
-        """Sampled and trained tokens of a step of a phase, on average."""
-        rollouts = [place for place, own in enumerate(self.phase_of) if own == phase]
+        """Return the mean numbers of sampled and of trained tokens per step of a phase."""
+        rollouts = [index for index, other in enumerate(self.phase_of) if other == phase]
         sampled = sum(self.lengths[rollouts[0] * self.size : (rollouts[-1] + 1) * self.size]) / len(rollouts)
         return sampled, sampled + self.size * self.options.prompt_tokens
 
     def cache_gib(self) -> float:
-        """Room for a rollout's completions, all of them the longest.
+        """Return the cache size for a rollout whose completions all have the maximum length.
 
-        In cycles of several rollouts: for as many as the engines decode at a time, and at least that.
+        For cycles of several rollouts it is at least the size for all sequences that the engines decode together.
         """
         from transformers import AutoConfig
 
         prompt, tokens = self.options.prompt_tokens, self.size * (self.options.prompt_tokens + self.longest)
-        at_most = self.options.processes * self.options.sequences
+        max_sequences = self.options.processes * self.options.sequences
         for number, phase in enumerate(self.options.phases):
             mean = self.tokens(number)[0] / self.size
-            tokens = max(tokens, min(self.size * phase["v"], at_most) * (prompt + mean))
+            tokens = max(tokens, min(self.size * phase["v"], max_sequences) * (prompt + mean))
         return cache_gib(AutoConfig.from_pretrained(self.options.folder), tokens)

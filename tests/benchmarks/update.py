@@ -1,19 +1,19 @@
-"""The update alone, without engine and rollouts: ``python -m tests.benchmarks.update``.
+"""Time the update alone, without engine and rollouts: ``python -m tests.benchmarks.update``.
 
-Random weights, random tokens: forward, clipped loss, backward, clipping of gradients, step of AdamW. What a module of
-Lightning does around it is left out. Each row has a process of its own, so that one without enough memory does not stop
-the others. Results are written to ``tests/benchmarks/results/update-MACHINE.json`` after each.
+Random weights and tokens: forward, clipped loss, backward, gradient clipping, step of AdamW, without Lightning. Each
+row runs in a separate process, so that a row without enough memory does not stop the others. Results are written to
+``tests/benchmarks/results/update-MACHINE.json`` after each row.
 
-With N parameters, L layers, heads of together H numbers, and sequences of T tokens, the shares of the peak count
+With N parameters, L layers, heads of total width H and sequences of T tokens, the shares of the peak count
 
-    6 N                  FLOP a token: products with weights, forward and backward
-    6 N + 6 L H T        the same, and attention: 12 L H T, of which a causal one needs half
+    6 N                  FLOP per token: products with weights, forward and backward
+    6 N + 6 L H T        the same and attention: 12 L H T, of which a causal mask needs half
 
-Activations that are computed again are not counted. The first gradient's norm is kept with each row: those that differ
-in memory alone must have the same.
+Recomputed activations are not counted. Each row has the norm of its first gradient: rows that differ in memory settings
+only must have the same norm.
 
     python -m tests.benchmarks.update                                     # on a GPU, all rows
-    python -m tests.benchmarks.update --rows "1.5b" "1.5b, budget 0.4"    # some of them
+    python -m tests.benchmarks.update --rows "1.5b" "1.5b, budget 0.4"    # some rows
     python -m tests.benchmarks.update --shape tiny                        # a small model and short rows, on a CPU too
 """
 
@@ -32,10 +32,9 @@ import torch
 from torch import Tensor
 
 from lgrpo import CausalPolicy, ClippedLoss, RolloutBatch
-from lgrpo.functional import quick_products
 from lgrpo.losses import PolicyLogprobs
 from lgrpo.types import StepTotals
-from tests.benchmarks.apart import inside, measure_apart
+from tests.benchmarks.isolated import isolated_part, measure_isolated
 from tests.benchmarks.stages import matmul_peak, peak_memory
 from tests.benchmarks.step import H200, RESULTS, machine_name, slug
 from tests.benchmarks.workload import SHAPES
@@ -46,29 +45,29 @@ QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 
 @dataclass(kw_only=True, slots=True)
 class Row:
-    """What is updated: a model, and the micro-batches of a step."""
+    """A model and the micro-batches of a step."""
 
     model_type: str = "qwen2"
     shape: dict[str, int]
     sequences: int = 16
-    """Of a micro-batch."""
+    """Number of sequences of a micro-batch."""
     length: int = 612
     prompt: int = 100
-    """Tokens of each sequence that were not sampled."""
+    """Number of prompt tokens of each sequence."""
     micro_batches: int = 7
     checkpointing: bool = False
     budget: float = 1.0
     """``policy.activation_memory``: share of its activations that a compiled layer keeps."""
     chunk_size: int = 4096
-    """Tokens whose logits are held at a time."""
+    """Number of tokens whose logits are held together."""
 
     def small(self) -> Row:
-        """A tiny model, and a sixteenth of the length."""
+        """Return the row with a tiny model and a sixteenth of the length."""
         return replace(self, shape=SHAPES["tiny"], length=self.length // 16, prompt=max(1, self.prompt // 16))
 
 
 LONG = Row(model_type="qwen3", shape=QWEN3, sequences=1, length=16384, prompt=1, micro_batches=4)
-"""The sizes of prime-rl's benchmark of its trainer, which keeps no activations."""
+"""Sizes of the trainer benchmark of prime-rl, which recomputes all activations."""
 ROWS: dict[str, Row] = {
     "qwen3-0.6b, 16k": LONG,
     "qwen3-0.6b, 16k, checkpointing": replace(LONG, checkpointing=True),
@@ -81,7 +80,7 @@ ROWS: dict[str, Row] = {
 
 
 def random_batch(row: Row, device: str) -> RolloutBatch:
-    """A micro-batch of random tokens and of advantages 1 and -1; log π_α is not known yet."""
+    """Return a micro-batch of random tokens with advantages 1 and -1; ``step`` fills in log π_α."""
     size = row.sequences, row.length
     mask = (torch.arange(row.length, device=device) >= row.prompt).expand(size)
     signs = torch.randint(0, 2, (row.sequences, 1), device=device).float() * 2 - 1
@@ -109,7 +108,7 @@ def random_batch(row: Row, device: str) -> RolloutBatch:
 
 
 def step(policy: CausalPolicy, optimizer: torch.optim.Optimizer, batches: list[RolloutBatch]) -> Tensor:
-    """One optimizer step, on-policy; the norm its gradient had."""
+    """Make one on-policy optimizer step and return the norm of its gradient."""
     loss = ClippedLoss()
     for batch in batches:
         device = batch.tokens.device
@@ -117,8 +116,7 @@ def step(policy: CausalPolicy, optimizer: torch.optim.Optimizer, batches: list[R
             logprobs, entropy = policy(batch.tokens, batch.completion_mask, batch.temperature)
             on_policy = replace(batch, behaviour_logprobs=logprobs.detach())
             output = loss(on_policy, PolicyLogprobs(policy=logprobs, entropy=entropy))
-        with quick_products(device, policy.dtype):
-            output.loss.backward()
+        output.loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -126,13 +124,13 @@ def step(policy: CausalPolicy, optimizer: torch.optim.Optimizer, batches: list[R
 
 
 def state_bytes(policy: CausalPolicy, optimizer: torch.optim.Optimizer) -> int:
-    """Of weights, of gradients, which are as large, and of what the optimizer keeps."""
+    """Return the bytes of weights, gradients and optimizer state."""
     kept = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)]
     return sum(t.nbytes for t in kept) + 2 * sum(p.nbytes for p in policy.parameters())
 
 
 def flops_per_token(policy: CausalPolicy, length: int) -> tuple[int, int]:
-    """Of weights alone, and with attention; the formulas are at the top."""
+    """Return FLOP per token without and with attention, by the formulas of the module docstring."""
     config, weights = policy.config, 6 * sum(p.numel() for p in policy.parameters())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * length
@@ -140,7 +138,7 @@ def flops_per_token(policy: CausalPolicy, length: int) -> tuple[int, int]:
 
 
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of a row, in this process."""
+    """Measure a row in this process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     policy = CausalPolicy(
@@ -187,13 +185,13 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen(name: str, options: argparse.Namespace) -> Row:
-    """A row, small where that is asked for."""
+    """Return a row, small with ``--shape tiny``."""
     return ROWS[name].small() if options.shape == "tiny" else ROWS[name]
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = ["| | step, s | tokens/s | MFU, 6N | MFU, attention too | peak, GiB | weights, gradients, optimizer, GiB |"]
+    """Return the rows as a Markdown table."""
+    lines = ["| | step, s | tokens/s | MFU, 6N | MFU with attention | peak, GiB | weights, gradients, optimizer, GiB |"]
     lines.append("|---|" + "---:|" * 6)
     for name, found in rows.items():
         if "error" in found:
@@ -208,21 +206,21 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    if apart := inside():
-        name, options = apart
-        Path(options.figures).write_text(json.dumps(measure(chosen(name, options), options)))
+    if part := isolated_part():
+        name, options = part
+        Path(options.results).write_text(json.dumps(measure(chosen(name, options), options)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--shape", choices=["tiny"], help="of every row instead of its own, with a sixteenth of tokens")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps that are left out")
+    parser.add_argument("--shape", choices=["tiny"], help="shape of all rows, with a sixteenth of the tokens")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before the measurement")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--limit", type=float, default=400, help="seconds for each row")
-    parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
+    parser.add_argument("--limit", type=float, default=400, help="time limit in seconds for each row")
+    parser.add_argument("--out", type=Path, help="path of the results; by default in tests/benchmarks/results")
     options = parser.parse_args()
     if options.steps < 1 or options.warm_up < 0:
-        parser.error(f"--steps is {options.steps}, --warm-up {options.warm_up}: one step at least is measured")
+        parser.error(f"--steps is {options.steps}, --warm-up {options.warm_up}; they must be at least 1 and 0")
     cuda = torch.cuda.is_available()
     machine = machine_name("cuda" if cuda else "cpu")
     out = options.out or RESULTS / f"update-{slug(machine)}.json"
@@ -233,8 +231,8 @@ def main() -> None:
     results["settings"] = {name: getattr(options, name) for name in ("shape", "steps", "warm_up", "compile")}
     results |= {"peak_flops": options.peak_flops, "rows": rows}
     for name in options.rows:
-        figures, failure = measure_apart("tests.benchmarks.update", name, options, options.limit)
-        rows[name] = {"settings": asdict(chosen(name, options))} | (figures or failure)
+        found, failure = measure_isolated("tests.benchmarks.update", name, options, options.limit)
+        rows[name] = {"settings": asdict(chosen(name, options))} | (found or failure)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{name}: {rows[name].get('error') or rows[name]['step_seconds']}", flush=True)

@@ -1,10 +1,10 @@
-"""Where the time of a run with vLLM in process goes: ``python -m tests.benchmarks.vllm_stages``.
+"""Time the stages of a run with vLLM in process: ``python -m tests.benchmarks.vllm_stages``.
 
-Random weights of a Qwen2 shape, by the same module, data module and callbacks as any run. The very first rollout is
-left out as warm-up, and from the next on cycles of v are counted. Results are in ``results/vllm_stages-….json``.
+Random weights of a Qwen2 shape, with the module, data module and callbacks of any run. The first rollout is left out as
+warm-up; whole cycles of v rollouts follow. Results are in ``results/vllm_stages-….json``.
 
     python -m tests.benchmarks.vllm_stages --v 1 10                                        # 1.5B, 448 × 512 tokens
-    python -m tests.benchmarks.vllm_stages --strategy fsdp                                 # or fsdp2; a world of one
+    python -m tests.benchmarks.vllm_stages --strategy fsdp                                 # or fsdp2; world size 1
     python -m tests.benchmarks.vllm_stages --shape 7b --lora 16 --checkpointing --v 1 10 --prompts 8 --micro-batches 16
 """
 
@@ -27,7 +27,7 @@ from lgrpo import CausalPolicy, ClippedLoss, GRPOModule, LoRA, RolloutDataModule
 from lgrpo.engines import VLLMEngine
 from lgrpo.tasks import DatasetTask
 from tests.benchmarks.parity_reward import Parity
-from tests.benchmarks.stages import forget_peak_memory, peak_memory
+from tests.benchmarks.stages import peak_memory, reset_peak_memory
 from tests.benchmarks.systems import Cycles
 from tests.benchmarks.workload import SHAPES, prescribe_vllm
 from tests.helpers import Logged
@@ -36,19 +36,19 @@ RESULTS = Path(__file__).parent / "results"
 STAGES = ("sync", "generate", "score", "update", "wait")
 
 
-class ForgetWarmUp(L.Callback):
-    """Memory is watched from the end of the first step on."""
+class ResetPeakMemory(L.Callback):
+    """Starts the measurement of peak memory after the first step."""
 
     has_begun = False
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 1 and not self.has_begun:
             self.has_begun = True
-            forget_peak_memory()
+            reset_peak_memory()
 
 
 class Kernels(L.Callback):
-    """What the GPU is at during some micro-batches of the second step."""
+    """Profiles the GPU during four micro-batches of the second step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,17 +102,17 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir="/tmp/lgrpo-bench",
-        callbacks=[Cycles(warm_up * [1] + cycles * [v]), *([ForgetWarmUp()] if warm_up else []), seen, *profilers],
+        callbacks=[Cycles(warm_up * [1] + cycles * [v]), *([ResetPeakMemory()] if warm_up else []), seen, *profilers],
     )
-    synced = len(engine.ledger)
-    forget_peak_memory()
+    synced = len(engine.state.ledger)
+    reset_peak_memory()
     trainer.fit(module, datamodule=data)
     kept = seen.rows[warm_up:]
     mean = {name: sum(row.get(f"time/{name}", 0.0) for row in kept) / len(kept) for name in STAGES}
     span = mean["wait"] + mean["update"]
     sampled = options.completion_tokens * options.prompts * options.group
     trained = sampled + options.prompts * options.group * options.prompt_tokens
-    figures = {
+    result = {
         "v": v,
         "rollouts": len(kept),
         "step_seconds": span,
@@ -121,23 +121,23 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         "generate_tokens_per_second": sampled / mean["generate"],
         "update_tokens_per_second": trained / mean["update"],
         "rollouts_per_minute": 60 / span,
-        "sync_bytes": engine.ledger[-1].num_bytes,
-        "sync_seconds_each": [record.seconds for record in engine.ledger[synced:]][-3:],
+        "sync_bytes": engine.state.ledger[-1].num_bytes,
+        "sync_seconds_each": [record.seconds for record in engine.state.ledger[synced:]][-3:],
         "engine_mismatch_mean": seen.rows[0].get("train/engine_mismatch_mean"),
         "lags": [row["train/lag"] for row in seen.rows],
         "peak_gib": peak_memory() / 2**30,
     }
     if cuda:
-        figures["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return figures
+        result["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--lora", type=int, help="rank of adapters, over a frozen model in bfloat16")
+    parser.add_argument("--lora", type=int, help="rank of LoRA adapters on a frozen bfloat16 model")
     parser.add_argument(
-        "--strategy", choices=["one", "fsdp", "fsdp2"], default="one", help="of Lightning, a world of 1"
+        "--strategy", choices=["one", "fsdp", "fsdp2"], default="one", help="strategy of Lightning, with world size 1"
     )
     parser.add_argument("--v", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=28)
@@ -145,14 +145,16 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--completion-tokens", type=int, default=512)
     parser.add_argument("--micro-batches", type=int, default=28)
-    parser.add_argument("--rollouts", type=int, default=3, help="at least so many, in whole cycles, after the first")
-    parser.add_argument("--engine-memory", type=float, default=0.15, help="share of the GPU that vLLM takes")
+    parser.add_argument(
+        "--rollouts", type=int, default=3, help="minimum number of rollouts after the first, in whole cycles"
+    )
+    parser.add_argument("--engine-memory", type=float, default=0.15, help="share of the GPU's memory for vLLM")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--activation-memory", type=float, default=0.8, help="policy.activation_memory")
-    parser.add_argument("--profile", type=Path, help="write where Python's time goes in the last run")
-    parser.add_argument("--kernels", type=Path, help="write where the GPU's time goes in an update")
-    parser.add_argument("--out", type=Path, help="the results; by default kept beside the others")
+    parser.add_argument("--profile", type=Path, help="path for a profile of Python in the last run")
+    parser.add_argument("--kernels", type=Path, help="path for a profile of the GPU in an update")
+    parser.add_argument("--out", type=Path, help="path of the results; by default in tests/benchmarks/results")
     options = parser.parse_args()
 
     cuda = torch.cuda.is_available()

@@ -1,8 +1,8 @@
-"""What both systems of a benchmark are given: a model of random weights, prompts, and how long each completion is.
+"""Inputs of both systems of a benchmark: a model with random weights, prompts, and the length of each completion.
 
-Lengths are prescribed, so that both systems do the same work: completion j of a run (counted in the order of prompts,
-siblings side by side) has ``lengths(...)[j]`` tokens in either. An end-of-sequence token before its time does not end
-it, and the last token ends it whatever it is. ``prescribe_*`` do that at the one place where each sampler decides.
+Lengths are prescribed, so that both systems do the same work: completion j of a run (in the order of prompts, siblings
+adjacent) has ``lengths(...)[j]`` tokens in both. An earlier end-of-sequence token does not end a completion; the last
+token always does. The functions ``prescribe_*`` patch the code of each sampler that decides on the end.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Workload = Literal["fixed", "realistic"]
 
 
 def make_model(folder: Path, shape: str, longest: int) -> None:
-    """A model of random weights and a tokenizer of one token per character, as a folder of Hugging Face."""
-    from transformers import AutoModelForCausalLM, LlamaConfig  # qwen2 would load a tokenizer of its own making
+    """Write a Hugging Face folder with a random model and a tokenizer of one token per character."""
+    from transformers import AutoModelForCausalLM, LlamaConfig  # qwen2 would load another tokenizer
 
     from lgrpo.policy import character_tokenizer
 
@@ -54,7 +54,7 @@ def make_model(folder: Path, shape: str, longest: int) -> None:
     size = {"vocab_size": len(tokenizer)} | SHAPES[shape]
     special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     config = LlamaConfig(**size, max_position_embeddings=longest, tie_word_embeddings=True, **special)
-    with torch.device("meta"):  # where nothing is drawn: transformers draws on one core, a minute long at 1.5B
+    with torch.device("meta"):  # transformers would initialise on one core: a minute at 1.5B
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.to_empty(device="cpu").tie_weights()
     with ThreadPoolExecutor() as threads:
@@ -65,7 +65,7 @@ def make_model(folder: Path, shape: str, longest: int) -> None:
 
 @torch.no_grad()
 def _fill(spread: float, numbered: tuple[int, torch.nn.Parameter]) -> None:
-    """Weights of a new model: those of a norm are 1, others random, the same in every run."""
+    """Initialise a parameter reproducibly: 1 for norms, random otherwise."""
     seed, parameter = numbered
     if parameter.dim() == 1:
         parameter.fill_(1.0)
@@ -74,7 +74,7 @@ def _fill(spread: float, numbered: tuple[int, torch.nn.Parameter]) -> None:
 
 
 def random_policy(shape: str, longest: int) -> CausalPolicy:
-    """A policy of random weights, where it is to be trained: on a GPU, if there is one."""
+    """Return a policy with random weights, on a GPU if there is one."""
     sizes = {"model_type": "llama", "max_position_embeddings": longest, "tie_word_embeddings": True, "vocab_size": 512}
     policy = CausalPolicy(config=sizes | SHAPES[shape], characters=CHARACTERS)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -83,13 +83,13 @@ def random_policy(shape: str, longest: int) -> CausalPolicy:
 
 
 def cache_gib(config: PretrainedConfig, tokens: float) -> float:
-    """Keys and values of so many tokens, in two bytes each and a tenth more."""
+    """Return the size of keys and values of ``tokens`` in two bytes each, plus a tenth."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 1.1 * tokens * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2 / 2**30
 
 
 def prompt_texts(folder: Path, num_tokens: int, count: int) -> list[str]:
-    """Texts of exactly ``num_tokens`` tokens each, drawn from the tokenizer's own words."""
+    """Return texts of exactly ``num_tokens`` tokens each, drawn from the tokenizer's vocabulary."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -97,13 +97,13 @@ def prompt_texts(folder: Path, num_tokens: int, count: int) -> list[str]:
     draw, texts = random.Random(1), []
     while len(texts) < count:
         text = "".join(draw.choices(vocabulary, k=num_tokens))
-        if len(tokenizer(text).input_ids) == num_tokens:  # neighbours may have grown together
+        if len(tokenizer(text).input_ids) == num_tokens:  # adjacent words may merge into one token
             texts.append(text)
     return texts
 
 
 def lengths(workload: Workload, count: int, fixed: int, mean: float, cap: int) -> list[int]:
-    """Tokens of each completion: all alike, or log-normal with this mean (before the cap), at most ``cap``.
+    """Return the tokens of each completion: all equal, or log-normal with this mean (before the cap), at most ``cap``.
 
     >>> lengths("fixed", 3, 5, 0, 0)
     [5, 5, 5]
@@ -118,10 +118,10 @@ def lengths(workload: Workload, count: int, fixed: int, mean: float, cap: int) -
 
 
 def prescribe_embedded(given: Sequence[int]) -> None:
-    """In ``lgrpo.engines.TransformersEngine``: a row ends at its length, and at no token."""
+    """Patch ``lgrpo.engines.TransformersEngine`` so that each completion ends at its length only."""
     from lgrpo.engines import transformers as embedded
 
-    first, lengths_here = [0, 0], [torch.tensor([])]  # of this call and of the next
+    first, lengths_here = [0, 0], [torch.tensor([])]  # first index of this call and of the next one
 
     def prescribed(drawn: torch.Tensor, alive: torch.Tensor, *_: Any) -> torch.Tensor:
         if drawn.shape[1] == 1:
@@ -133,7 +133,7 @@ def prescribe_embedded(given: Sequence[int]) -> None:
 
 
 def prescribe_generate(model: Any, eos: Sequence[int], given: Sequence[int]) -> None:
-    """In ``model.generate`` of transformers: no end of sequence before a row's length, nothing else at it."""
+    """Patch ``model.generate`` of transformers so that each completion ends at its length only."""
     generate, first = model.generate, [0]
 
     def prescribed(*arguments: Any, **options: Any) -> Any:
@@ -146,7 +146,7 @@ def prescribe_generate(model: Any, eos: Sequence[int], given: Sequence[int]) -> 
 
 
 class _EndsAt:
-    """A logits processor of transformers."""
+    """Logits processor that permits end-of-sequence at the given lengths only."""
 
     def __init__(self, ends: torch.Tensor, prompt_length: int, eos: Sequence[int]) -> None:
         self.ends, self.prompt_length, self.eos = ends, prompt_length, list(eos)
@@ -161,7 +161,7 @@ class _EndsAt:
 
 
 def prescribe_vllm(given: Sequence[int]) -> None:
-    """In ``vllm.LLM``, for whoever calls it: each request, and each sibling of one with n > 1, has its own limit."""
+    """Patch ``vllm.LLM`` so that each request, and each sibling of a request with n > 1, ends at its length only."""
     from vllm import LLM
     from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -172,36 +172,37 @@ def prescribe_vllm(given: Sequence[int]) -> None:
             params = options.pop("sampling_params", params)
             each = params if isinstance(params, list) else [params.clone() for _ in prompts]
             for one in each:
-                own = list(given[first[0] : first[0] + one.n])
+                counts = list(given[first[0] : first[0] + one.n])
                 first[0] += one.n
-                one.ignore_eos, one.stop_token_ids, one.max_tokens = True, [], max(own)
+                one.ignore_eos, one.stop_token_ids, one.max_tokens = True, [], max(counts)
                 one._all_stop_token_ids = set()
-                one.extra_args = {"lengths": own}
+                one.extra_args = {"lengths": counts}
             return original(self, prompts, each, *more, **options)
 
         return prescribed
 
     child = ParentRequest._get_child_sampling_params
 
-    def own_limit(self: Any, index: int) -> Any:
-        self.cached_child_sampling_params = None  # it would be the same for all siblings
+    def sibling_params(self: Any, index: int) -> Any:
+        self.cached_child_sampling_params = None  # the cached limit would apply to all siblings
         params = child(self, index)
         params.max_tokens = params.extra_args["lengths"][index]
         return params
 
     LLM.generate, LLM.enqueue = limited(LLM.generate), limited(LLM.enqueue)
-    ParentRequest._get_child_sampling_params = own_limit
+    ParentRequest._get_child_sampling_params = sibling_params
 
 
 class _Prescribed:
-    """An engine in a pool: wherever a prompt ends up, its completions have the lengths of its place in the run."""
+    """Engine for a pool: completions have the prescribed lengths of their position in the run, in whichever process."""
 
     given: Sequence[int] = ()
     group = 1
     profile: Path | None = None
-    """A folder: where the time of a generation goes, the last one's, in a file for each process."""
+    """Folder for a profile of the last generation, one file per process."""
     prescribe: Callable[[Sequence[int]], None]
     _order: list[int] | None = None
+    """Lengths in the order in which this process generates."""
 
     def generate(self, prompts: Sequence[Prompt], *arguments: Any) -> Any:
         if self._order is None:

@@ -1,4 +1,4 @@
-"""v by measurement: when a sync comes, what the ledger says of it, and that stopping and going on changes nothing."""
+"""Check AdaptiveWeightSync: when it syncs, what it logs, and bit-exact resume."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def adaptive(sync, folder=None, callbacks=(), **settings):
 
 
 def synced_before(run):
-    """The rollouts before which the engine was given weights."""
-    return [record.step // run.data.reuse for record in run.data.engine.ledger]
+    """Return the rollouts before which the engine was synced."""
+    return [record.step // run.data.reuse for record in run.data.engine.state.ledger]
 
 
-def test_a_budget_never_spent_and_one_always_spent():
+def test_a_budget_never_reached_and_one_always_reached():
     assert synced_before(adaptive(AdaptiveWeightSync(budget=1e6))) == [0]
     assert synced_before(adaptive(AdaptiveWeightSync(budget=1e6, maximum=3))) == [0, 3, 6]
     assert synced_before(adaptive(AdaptiveWeightSync(budget=1e-9))) == list(range(8))
@@ -38,8 +38,8 @@ def test_a_budget_never_spent_and_one_always_spent():
 
 
 @pytest.mark.parametrize(("budget", "maximum", "v"), [(1e-9, 50, 1), (1e6, 3, 3)])
-def test_it_is_weight_sync_where_they_agree(budget, maximum, v):
-    """The measuring leaves no trace: weights and completions are those of a fixed v, to the bit."""
+def test_it_equals_weight_sync_with_the_same_syncs(budget, maximum, v):
+    """The measurements do not change weights or completions by a bit."""
     measured = adaptive(AdaptiveWeightSync(budget=budget, maximum=maximum))
     fixed = fit(**SETTINGS | {"v": v})
     assert largest_difference(measured.weights, fixed.weights) == 0
@@ -49,7 +49,7 @@ def test_it_is_weight_sync_where_they_agree(budget, maximum, v):
 
 
 class Divergence(RolloutCallback):
-    """Measures for itself, before each rollout: √(KL/2), 1 - ESS and the clip fraction, on the rollout before."""
+    """Measures √(KL/2), 1 - ESS and the clip fraction on the previous rollout, before each rollout."""
 
     def __init__(self):
         self.rows = {}
@@ -59,22 +59,22 @@ class Divergence(RolloutCallback):
         if batch is None:
             return
         log_ratio = (pl_module.policy_logprobs(batch) - batch.behaviour_logprobs).double() * batch.completion_mask
-        whole = log_ratio.sum(1)
-        w = whole.exp()
-        pushed = batch.advantages * batch.completion_mask
-        out = ((pushed > 0) & (log_ratio.exp() > 1.2)) | ((pushed < 0) & (log_ratio.exp() < 0.8))
+        completion = log_ratio.sum(1)
+        w = completion.exp()
+        advantage = batch.advantages * batch.completion_mask
+        clipped = ((advantage > 0) & (log_ratio.exp() > 1.2)) | ((advantage < 0) & (log_ratio.exp() < 0.8))
         self.rows[trainer.global_step] = {
-            "tv": float(((w - 1 - whole).mean() / 2).sqrt()),
+            "tv": float(((w - 1 - completion).mean() / 2).sqrt()),
             "effective_sample_size": 1 - float(w.sum() ** 2 / (w**2).sum() / len(w)),
-            "clip_fraction": float(out.sum() / (pushed != 0).sum()),
+            "clip_fraction": float(clipped.sum() / (advantage != 0).sum()),
         }
 
 
 @pytest.mark.parametrize(
     ("criterion", "budget"), [("tv", 0.4), ("effective_sample_size", 0.3), ("clip_fraction", 0.45)]
 )
-def test_a_sync_comes_when_the_budget_is_spent(tmp_path, criterion, budget):
-    """As measured here by another way, and as the ledger and the log tell it."""
+def test_it_syncs_when_the_budget_is_reached(tmp_path, criterion, budget):
+    """Compare with an independent measurement, the ledger and the logged metrics."""
     watch = Divergence()
     sync = AdaptiveWeightSync(criterion=criterion, budget=budget, hysteresis=0.0)
     run = adaptive(sync, tmp_path, [watch])
@@ -90,22 +90,22 @@ def test_a_sync_comes_when_the_budget_is_spent(tmp_path, criterion, budget):
     assert [line["version"] for line in ledger] == list(range(len(expected)))
     assert ledger[0]["reason"] == "first"
     assert all(line["reason"] == "budget" and line["divergence"] >= budget for line in ledger[1:])
-    # the lag of every completion is counted from the sync that brought its weights
+    # the lag of every completion is counted from the sync of its weights
     last = [max(k for k in expected if k <= rollout) for rollout in range(8)]
     assert run.recorder.lags == [2 * (k - last[k]) + p for k in range(8) for p in range(2)]
 
 
 def test_hysteresis(monkeypatch):
-    """Near the line one measurement is not enough; two in a row are, and one that is well above."""
+    """A sync needs two consecutive measurements at the budget, or one well above it."""
     values = [0.9, 1.05, 0.9, 1.05, 1.0, 1.05, 1.3, 0.2]
     measured = iter(values)
-    monkeypatch.setattr(AdaptiveWeightSync, "_measured", lambda self, trainer: next(measured))
+    monkeypatch.setattr(AdaptiveWeightSync, "_measure", lambda self, trainer: next(measured))
     run = adaptive(AdaptiveWeightSync(budget=1.0, hysteresis=0.2), rollouts=9)
-    assert synced_before(run) == [0, 5, 7]  # 1.05 then 1.0 before rollout 5; 1.05 counts anew, 1.3 alone suffices
+    assert synced_before(run) == [0, 5, 7]  # 1.05 then 1.0 before rollout 5; after it, 1.3 suffices alone
 
 
 def test_resume_from_every_step(tmp_path):
-    """Inside an adaptive cycle too, and with a measurement near the line behind it."""
+    """Also inside a cycle, and after a measurement just above the budget."""
 
     def arguments(save=False):
         callbacks = [ZeroVarianceMask(0.2), ReferenceRefresh(period=2, decay=0.5), ExactResume()]
@@ -120,28 +120,28 @@ def test_resume_from_every_step(tmp_path):
     syncs = synced_before(straight)
     assert len(syncs) >= 3
     assert syncs != list(range(6))
-    held = []
+    was_above = []
     for step in (1, 2, 3, 5, 6, 8, 11):
         checkpoint = tmp_path / f"step={step}.ckpt"
         (state,) = [v for k, v in torch.load(checkpoint, weights_only=True)["callbacks"].items() if "Adaptive" in k]
-        held.append(state["was_above"])
+        was_above.append(state["was_above"])
         run = fit(**arguments(), ckpt_path=str(checkpoint))
         assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
         assert run.recorder.lags == straight.recorder.lags[step:], f"from step {step}"
         assert synced_before(run) == syncs, f"from step {step}"
-    assert any(held)  # the one bit that the engine's weights do not tell
+    assert any(was_above)
 
 
 def test_with_a_lead():
-    """Rollouts are sampled before their turn: the newest of the engine's own is measured, not the one at hand."""
+    """The newest rollout that the engine's weights sampled is measured, not the one being trained on."""
     run = adaptive(AdaptiveWeightSync(budget=1e-9), data={"lead": 2})
     assert [start for start, _ in run.recorder.started] == list(range(8))
-    assert [record.step for record in run.data.engine.ledger] == [0, 2, 4, 6, 8, 10]
-    assert run.recorder.lags[6:] == [4, 5] * 5  # two rollouts of two steps behind, and two passes
+    assert [record.step for record in run.data.engine.state.ledger] == [0, 2, 4, 6, 8, 10]
+    assert run.recorder.lags[6:] == [4, 5] * 5  # two rollouts of two steps each, and the pass
 
 
 def test_one_rollout_at_a_time():
-    """Even where cycles are to be sampled ahead: nobody knows how long this one is."""
+    """``generate_ahead`` has no effect, because the length of a cycle is not known."""
 
     class Counting(RolloutCallback):
         def __init__(self):
@@ -155,7 +155,7 @@ def test_one_rollout_at_a_time():
     assert counting.waiting == [[k] for k in range(8)]
 
 
-def test_a_second_fit_starts_afresh():
+def test_a_second_fit_starts_from_the_beginning():
     sync, engine = AdaptiveWeightSync(budget=0.3), TransformersEngine()
     first = adaptive(sync, data={"engine": engine})
     again = adaptive(sync)
@@ -166,11 +166,11 @@ def test_a_second_fit_starts_afresh():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"criterion": "kl"}, "criterion is 'kl'; it is one of tv, effective_sample_size, clip_fraction"),
+        ({"criterion": "kl"}, "criterion is 'kl'; it must be one of tv, effective_sample_size, clip_fraction"),
         ({"budget": 0.0}, r"budget is 0\.0; it must be above 0"),
-        ({"criterion": "clip_fraction", "budget": 1.5}, "clip_fraction is a share: it must be below 1"),
+        ({"criterion": "clip_fraction", "budget": 1.5}, "it must be above 0 and below 1: clip_fraction is a share"),
         ({"hysteresis": -0.1}, "hysteresis is -0.1"),
-        ({"minimum": 5, "maximum": 4}, r"minimum is 5 and weight_sync\.maximum 4"),
+        ({"minimum": 5, "maximum": 4}, "maximum is 4; it must be at least 5"),
         ({"minimum": 0}, "minimum is 0"),
         ({"clip_low": 2.0}, "clip_low is 2.0"),
     ],
@@ -180,8 +180,8 @@ def test_settings(settings, message):
         AdaptiveWeightSync(**settings)
 
 
-def test_what_cannot_go_together():
-    with pytest.raises(ValueError, match=r"nobody knows its length beforehand\. Use 'engine'"):
+def test_settings_that_exclude_each_other():
+    with pytest.raises(ValueError, match=r"its length is not known in advance\. Use 'engine'"):
         adaptive(AdaptiveWeightSync(), data={"behaviour_logprobs": "policy"})
     with pytest.raises(ValueError, match=r"reads advantages, which rollouts sampled ahead \(data\.lead\)"):
         adaptive(AdaptiveWeightSync(criterion="clip_fraction"), data={"lead": 1})

@@ -1,4 +1,4 @@
-"""Each callback by what it does to a run."""
+"""Check the effect of each callback on a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers import LowDigits, build, fit, largest_difference
 
 
 class Snapshots(RolloutCallback):
-    """Policy and reference after every rollout's hooks have run."""
+    """Copies of policy and reference after every rollout's hooks."""
 
     def __init__(self):
         self.policy, self.reference = [], []
@@ -42,7 +42,7 @@ def snapshots(refresh, rollouts=3, epochs=2):
 
 
 class TestReferenceRefresh:
-    def test_without_it_the_reference_never_moves(self):
+    def test_without_it_the_reference_never_changes(self):
         seen = snapshots(None)
         assert all(largest_difference(seen.reference[0], later) == 0 for later in seen.reference)
         assert largest_difference(seen.policy[0], seen.policy[-1]) > 1e-4
@@ -75,49 +75,49 @@ class TestReferenceRefresh:
         assert fit().module.reference is None
 
     @pytest.mark.parametrize("i", [1, 3])
-    def test_one_pass_of_the_reference_serves_all_passes_over_a_rollout(self, monkeypatch, i):
+    def test_the_reference_runs_once_per_rollout(self, monkeypatch, i):
         settings = {"v": 1, "i": i, "rollouts": 3, "loss": ClippedLoss(kl_coef=0.1)}
         settings["trainer"] = {"accumulate_grad_batches": 2}
 
-        class Forgets(L.Callback):
+        class ClearCache(L.Callback):
             def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
                 pl_module._reference_logprobs.clear()
 
-        asked = {}
+        num_passes = {}
         forward = CausalPolicy.forward
 
         def counted(policy, *arguments, **options):
             is_trained = next(policy.parameters()).requires_grad
-            asked[name, is_trained] = asked.get((name, is_trained), 0) + 1
+            num_passes[name, is_trained] = num_passes.get((name, is_trained), 0) + 1
             return forward(policy, *arguments, **options)
 
         monkeypatch.setattr(CausalPolicy, "forward", counted)
-        name = "kept"
-        kept = fit(callbacks=[ReferenceRefresh(1)], **settings)
-        name = "forgotten"
-        forgotten = fit(callbacks=[ReferenceRefresh(1), Forgets()], **settings)
-        assert asked["kept", True] == asked["forgotten", True] == asked["forgotten", False] == 3 * i * 2
-        assert asked["kept", False] == 3 * 2
-        assert largest_difference(kept.weights, forgotten.weights) == 0
+        name = "cached"
+        cached = fit(callbacks=[ReferenceRefresh(1)], **settings)
+        name = "cleared"
+        cleared = fit(callbacks=[ReferenceRefresh(1), ClearCache()], **settings)
+        assert num_passes["cached", True] == num_passes["cleared", True] == num_passes["cleared", False] == 3 * i * 2
+        assert num_passes["cached", False] == 3 * 2
+        assert largest_difference(cached.weights, cleared.weights) == 0
 
 
 class TestZeroVarianceMask:
-    def test_only_groups_that_vary_stay(self):
+    def test_only_groups_with_variance_stay(self):
         class TwoDigitAnswers(LowDigits):
             def score(self, prompt, completion):
                 return 1.0 if int(prompt.row["question"]) % 2 else super().score(prompt, completion)
 
         task = SortDigits(num_digits=2, num_held_out=20, reward=TwoDigitAnswers())
         run = fit(callbacks=[ZeroVarianceMask()], data={"task": task})
-        dead = 0
+        num_masked = 0
         for batch in run.recorder.rollouts:
             for rewards, mask, sampled in zip(
                 batch.rewards.split(4), batch.loss_mask.split(4), batch.completion_mask.split(4), strict=True
             ):
                 varied = bool(rewards.max() > rewards.min())
                 assert torch.equal(mask, sampled & varied)
-                dead += not varied
-        assert 0 < dead < 16
+                num_masked += not varied
+        assert 0 < num_masked < 16
         assert run.logged[0]["train/live_tokens"] == float(run.recorder.rollouts[0].loss_mask.sum())
 
     def test_tolerance(self):
@@ -153,7 +153,7 @@ class TestValidation:
         assert gain_3 == pytest.approx(third - second)
         assert len({first, second, third}) == 3
 
-    def test_its_own_sampling_settings(self):
+    def test_separate_sampling_settings(self):
         evaluation = Evaluation(
             num_samples=3,
             num_problems=7,
@@ -161,14 +161,14 @@ class TestValidation:
             success_reward=0.01,
         )
         run = build(data={"evaluation": evaluation}, trainer={"limit_val_batches": 1.0})
-        (figures,) = run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+        (metrics,) = run.trainer.validate(run.module, datamodule=run.data, verbose=False)
         shares = {f"val/pass@{k}{what}" for k in (1, 2, 3) for what in ("", "_stderr")}
-        assert set(figures) == shares | {"val/maj@3"}
-        assert figures["val/pass@1"] == figures["val/pass@3"], "top_k of 1 always draws the same"
-        assert run.data.engine.step is None
+        assert set(metrics) == shares | {"val/maj@3"}
+        assert metrics["val/pass@1"] == metrics["val/pass@3"], "top_k of 1 is deterministic"
+        assert run.data.engine.state.step is None
 
 
-def test_rollout_log_shows_the_final_mask_whatever_the_order(tmp_path):
+def test_rollout_log_shows_the_final_mask_for_any_order(tmp_path):
     for i, callbacks in enumerate(([RolloutLog(2), ZeroVarianceMask(9.0)], [ZeroVarianceMask(9.0), RolloutLog(2)])):
         folder = tmp_path / str(i)
         fit(rollouts=5, callbacks=callbacks, trainer={"default_root_dir": str(folder)})
@@ -178,7 +178,7 @@ def test_rollout_log_shows_the_final_mask_whatever_the_order(tmp_path):
 
 
 class TestWarmStart:
-    def test_it_learns_and_the_reference_follows(self):
+    def test_it_learns_and_refreshes_the_reference(self):
         run = build(
             loss=ClippedLoss(kl_coef=0.1),
             callbacks=[SupervisedWarmStart(num_steps=40, batch_size=32, learning_rate=1e-2)],
@@ -199,6 +199,6 @@ class TestWarmStart:
         with pytest.raises(ValueError, match="needs the field 'solution'"):
             fit(callbacks=[SupervisedWarmStart()], data={"task": DatasetTask(ExactMatch(), rows, rows)})
 
-    def test_no_steps_at_all(self):
-        with pytest.raises(ValueError, match="Leave the callback out"):
+    def test_no_steps(self):
+        with pytest.raises(ValueError, match="num_steps is 0; it must be at least 1: leave the callback out"):
             SupervisedWarmStart(num_steps=0)

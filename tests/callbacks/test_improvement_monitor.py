@@ -1,4 +1,4 @@
-"""The monitor in a run: its numbers are right, and nobody could tell from the run that it was there."""
+"""Check the improvement monitor: its metrics are right, and it does not change the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = {"v": 3, "i": 2, "rollouts": 6, "learning_rate": 0.5}
 VALIDATES = {"limit_val_batches": 1.0}
 
 
-def watched(folder, every=1, num_held_out=8, callbacks=(), ckpt_path=None, trainer=None, **settings):
+def monitored(folder, every=1, num_held_out=8, callbacks=(), ckpt_path=None, trainer=None, **settings):
     logger = CSVLogger(str(folder), name="metrics")
     options = VALIDATES | {"logger": logger, "accumulate_grad_batches": 2, "default_root_dir": str(folder)}
     monitor = ImprovementMonitor(every, num_held_out)
@@ -29,24 +29,24 @@ def watched(folder, every=1, num_held_out=8, callbacks=(), ckpt_path=None, train
     return fit(**arguments, ckpt_path=ckpt_path)
 
 
-def test_the_run_is_the_same_to_the_bit(tmp_path):
+def test_the_run_has_identical_bits(tmp_path):
     def loss():
         return ClippedLoss(0.05, 0.05, centre="proximal", kl_coef=0.1)
 
     masks = [ZeroVarianceMask(0.2), ReferenceRefresh(period=2)]
     plain = fit(**SETTINGS, loss=loss(), callbacks=masks, trainer=VALIDATES | {"accumulate_grad_batches": 2})
-    run = watched(tmp_path, loss=loss(), callbacks=masks)
+    run = monitored(tmp_path, loss=loss(), callbacks=masks)
     assert largest_difference(plain.weights, run.weights) == 0
     assert largest_difference(plain.weights, build().weights) > 0
     for a, b in zip(plain.recorder.rollouts, run.recorder.rollouts, strict=True):
         assert torch.equal(a.tokens, b.tokens)
         assert torch.equal(a.behaviour_logprobs, b.behaviour_logprobs)
     assert plain.recorder.lags == run.recorder.lags
-    assert [r.step for r in plain.data.engine.ledger] == [r.step for r in run.data.engine.ledger]
+    assert [r.step for r in plain.data.engine.state.ledger] == [r.step for r in run.data.engine.state.ledger]
 
 
-class Kept(RolloutCallback):
-    """Policies of every moment, to ask them afterwards."""
+class SavedStates(RolloutCallback):
+    """Weights of the policy before every optimizer step."""
 
     def __init__(self):
         self.states = []
@@ -56,16 +56,16 @@ class Kept(RolloutCallback):
             self.states.append({n: p.detach().clone() for n, p in pl_module.policy.state_dict().items()})
 
 
-def test_the_figures_are_those_of_the_policy_after_the_last_step(tmp_path):
-    """Computed again from kept weights, rollout by rollout, in plain steps."""
-    kept = Kept()
-    run = watched(tmp_path, callbacks=[kept])
+def test_metrics_use_the_policy_after_the_last_step(tmp_path):
+    """Recompute them from saved weights, rollout by rollout."""
+    saved = SavedStates()
+    run = monitored(tmp_path, callbacks=[saved])
     series = {name: dict(points) for name, points in read_series(tmp_path).items()}
     assert sorted(series["monitor/gain"]) == [1, 3, 5, 7, 9, 11]  # the row of each rollout's last step
-    states = [*kept.states, {n: p.clone() for n, p in run.module.policy.state_dict().items()}]
+    states = [*saved.states, {n: p.clone() for n, p in run.module.policy.state_dict().items()}]
     for k, batch in enumerate(run.recorder.rollouts):
         ratios = []
-        for state in (states[2 * k + 2], states[2 * k]):  # after two steps on it, and before
+        for state in (states[2 * k + 2], states[2 * k]):  # after its two steps, and before them
             run.module.policy.load_state_dict(state)
             logprobs, _ = run.module.policy(batch.tokens, batch.completion_mask, 1.0)
             per_token = (logprobs - batch.behaviour_logprobs).detach().double() * batch.completion_mask
@@ -79,7 +79,7 @@ def test_the_figures_are_those_of_the_policy_after_the_last_step(tmp_path):
         w = ratios[0].flatten().exp()
         assert series["monitor/chi_squared"][row] == pytest.approx(float(((w - 1) ** 2).mean()), rel=1e-3)
         assert series["monitor/ratio_max"][row] == pytest.approx(float(w.max()), rel=1e-3)
-        # one rollout's completions train at two lags in a row
+        # one rollout is trained on at two consecutive lags
         first = 2 * (k % 3)
         buckets = {0: "0", 1: "1", 2: "2-3", 3: "2-3", 4: "4-7", 5: "4-7"}
         expected = {buckets[first]: 0.5, buckets[first + 1]: 0.5} if first == 0 else {buckets[first]: 1.0}
@@ -91,25 +91,25 @@ def test_the_figures_are_those_of_the_policy_after_the_last_step(tmp_path):
 
 
 class HeldOut(RolloutCallback):
-    """Samples held-out prompts at each sync for itself."""
+    """Samples of held-out prompts at each sync."""
 
     def __init__(self):
         self.groups = []
 
     def on_rollout_end(self, trainer, pl_module, batch):
-        if trainer.datamodule.engine.step == trainer.global_step:
+        if trainer.datamodule.engine.state.step == trainer.global_step:
             self.groups.append(trainer.datamodule.sample_held_out(8))
 
 
-def test_calibration_holds_prediction_against_fresh_samples(tmp_path):
-    """Against samples of old and new weights taken by hand."""
-    kept, held_out = Kept(), HeldOut()
-    run = watched(tmp_path, callbacks=[kept, held_out], rollouts=9)
+def test_calibration_compares_the_prediction_with_new_samples(tmp_path):
+    """Recompute it from separate samples of old and new weights."""
+    saved, held_out = SavedStates(), HeldOut()
+    run = monitored(tmp_path, callbacks=[saved, held_out], rollouts=9)
     series = {name: dict(points) for name, points in read_series(tmp_path).items()}
     assert sorted(series["calibration/predicted"]) == [6, 12]  # at each sync but the first
     groups = held_out.groups
     assert len(groups) == 3
-    run.module.policy.load_state_dict(kept.states[6])
+    run.module.policy.load_state_dict(saved.states[6])
     logprobs, _ = run.module.policy(groups[0].tokens, groups[0].completion_mask, 1.0)
     log_ratio = ((logprobs - groups[0].behaviour_logprobs) * groups[0].completion_mask).sum(1).detach()
     old, new = (group.rewards.view(8, 4).double() for group in groups[:2])
@@ -119,9 +119,9 @@ def test_calibration_holds_prediction_against_fresh_samples(tmp_path):
     assert series["calibration/reward"][12] == pytest.approx(float(groups[2].rewards.mean()), abs=1e-6)
     questions = {row["question"] for row in SortDigits(num_digits=2, num_held_out=20).rows("validation")}
     is_prompt = groups[0].attention_mask & ~groups[0].completion_mask
-    asked = [run.data.tokenizer.decode(row[mask]) for row, mask in zip(groups[0].tokens, is_prompt, strict=True)]
-    assert len(set(asked)) == 8
-    assert {text.removesuffix(">") for text in asked} <= questions
+    prompts = [run.data.tokenizer.decode(row[mask]) for row, mask in zip(groups[0].tokens, is_prompt, strict=True)]
+    assert len(set(prompts)) == 8
+    assert {text.removesuffix(">") for text in prompts} <= questions
 
 
 def saving(folder):
@@ -129,16 +129,16 @@ def saving(folder):
 
 
 def test_resume_from_every_step(tmp_path):
-    """The log of a run that was stopped and went on is that of one that was not."""
+    """A resumed run logs the same metrics as one that was not interrupted."""
     exact = {"callbacks": [ExactResume()], "every": 2}
     checkpoints = {"callbacks": [ExactResume(), saving(tmp_path)], "trainer": {"enable_checkpointing": True}}
-    straight = watched(tmp_path / "straight", every=2, **checkpoints)
+    straight = monitored(tmp_path / "straight", every=2, **checkpoints)
     expected = read_series(tmp_path / "straight")
     names = [n for n in expected if n.startswith(("monitor/", "calibration/"))]
     assert len(expected["calibration/realised"]) == 1
     for step in (1, 2, 3, 6, 7, 11):
         folder = tmp_path / f"from-{step}"
-        run = watched(folder, ckpt_path=str(tmp_path / "ckpt" / f"step={step}.ckpt"), **exact)
+        run = monitored(folder, ckpt_path=str(tmp_path / "ckpt" / f"step={step}.ckpt"), **exact)
         assert largest_difference(straight.weights, run.weights) == 0
         got = read_series(folder)
         for name in names:
@@ -146,33 +146,37 @@ def test_resume_from_every_step(tmp_path):
             assert got.get(name, []) == later, f"{name} from step {step}"
 
 
-def test_it_can_join_a_run_that_had_none(tmp_path):
+def test_it_can_be_added_to_a_resumed_run(tmp_path):
     trainer = VALIDATES | {"accumulate_grad_batches": 2, "enable_checkpointing": True}
     fit(**SETTINGS, callbacks=[ExactResume(), saving(tmp_path)], trainer=trainer)
-    watched(tmp_path, callbacks=[ExactResume()], ckpt_path=str(tmp_path / "ckpt" / "step=5.ckpt"))
+    monitored(tmp_path, callbacks=[ExactResume()], ckpt_path=str(tmp_path / "ckpt" / "step=5.ckpt"))
     series = read_series(tmp_path)
-    assert [step for step, _ in series["monitor/gain"]] == [7, 9, 11]  # not of the rollout it joined in the middle of
-    assert "calibration/predicted" not in series  # one sync was seen, with nothing before it
+    assert [step for step, _ in series["monitor/gain"]] == [
+        7,
+        9,
+        11,
+    ]  # without the partly trained one
+    assert "calibration/predicted" not in series  # it saw only one sync
 
 
-def test_rewards_outside_the_theorem(tmp_path):
+def test_rewards_outside_the_range_of_the_theorem(tmp_path):
     class Marks(LowDigits):
         def score(self, prompt, completion):
             return 10 * super().score(prompt, completion)
 
     task = SortDigits(num_digits=2, num_held_out=20, reward=Marks())
     with pytest.warns(UserWarning, match=r"rewards outside \[0, 1\]"):
-        watched(tmp_path, rollouts=2, data={"task": task})
+        monitored(tmp_path, rollouts=2, data={"task": task})
     names = read_series(tmp_path).keys()
     assert "monitor/gain" in names
     assert not any(name.startswith("monitor/bound") for name in names)
 
 
-def test_two_processes_measure_what_one_does(tmp_path):
+def test_two_processes_give_the_metrics_of_one(tmp_path):
     rows = {}
     for devices in (1, 2):
         out = tmp_path / f"{devices}.pt"
-        command = [sys.executable, "-m", "tests.two_monitors", str(devices), str(out)]
+        command = [sys.executable, "-m", "tests.processes.two_monitors", str(devices), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         rows[devices] = torch.load(out)
@@ -200,13 +204,13 @@ def test_settings(make, message):
         make()
 
 
-class Unheld(SortDigits):
+class WithoutValidation(SortDigits):
     def rows(self, split):
         return super().rows(split) if split == "train" else []
 
 
-def test_held_out_prompts_that_are_not_there():
-    task = Unheld(num_digits=2, num_held_out=20, reward=LowDigits())
+def test_a_task_without_held_out_prompts():
+    task = WithoutValidation(num_digits=2, num_held_out=20, reward=LowDigits())
     with pytest.raises(ValueError, match="no held-out prompts: the task has no validation set"):
         fit(callbacks=[ImprovementMonitor(1, 8)], data={"task": task})
 

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of a run. The terminal is a real one; pyte says what is on its screen."""
+"""Check the output in a terminal: a real pseudo-terminal, whose screen pyte computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEIGHT = 24
 
 
 class Terminal:
-    """A pseudo-terminal of some width, and everything that was written to it."""
+    """A pseudo-terminal that records everything written to it."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -58,7 +58,7 @@ class Terminal:
 
 
 def shown(monkeypatch, columns, term="xterm-256color", expect=None, **settings):
-    """Screen and bytes of a run whose standard error is a terminal."""
+    """Return screen and bytes of a run whose standard error is a terminal."""
     terminal = Terminal(columns)
     monkeypatch.setenv("TERM", term)
     for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
@@ -86,17 +86,17 @@ def test_a_wide_terminal(monkeypatch):
     for stage in ("sync", "generate", "score", "update"):
         assert stage in raw, stage
     assert re.search(r"\d:\d\d left", raw)
-    assert raw.rstrip().endswith("\x1b[?25h"), "the cursor is back"
+    assert raw.rstrip().endswith("\x1b[?25h"), "the cursor is visible again"
 
 
-def test_a_narrow_terminal_has_the_same_without_the_bar(monkeypatch):
+def test_a_narrow_terminal_has_no_bar(monkeypatch):
     screen, _ = shown(monkeypatch, 30, trainer={"enable_progress_bar": True})
     assert re.fullmatch(r"done  6/6  0:\d\d", screen[0])
     assert re.fullmatch(r"reward 0\.\d{3} lag 5 [\d,]+ tokens/s", re.sub(r"\s+", " ", " ".join(screen[1:])))
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown", ""])
-def test_a_terminal_that_cannot_draw_gets_lines(monkeypatch, capsys, term):
+def test_a_terminal_without_control_codes_gets_plain_lines(monkeypatch, capsys, term):
     screen, raw = shown(monkeypatch, 100, term, trainer={"enable_progress_bar": True})
     assert (screen, raw) == ([], "")
     lines = capsys.readouterr().out.splitlines()
@@ -105,7 +105,7 @@ def test_a_terminal_that_cannot_draw_gets_lines(monkeypatch, capsys, term):
     assert "\x1b" not in "".join(lines)
 
 
-def test_no_more_lines_than_asked_for_where_there_is_no_terminal(capsys):
+def test_the_number_of_lines_without_a_terminal(capsys):
     fit(rollouts=12, callbacks=[RolloutProgress(lines=3)], trainer={"enable_progress_bar": True})
     captured = capsys.readouterr()
     assert [line.split()[1] for line in captured.out.splitlines()] == ["4/12", "8/12", "12/12"]
@@ -114,18 +114,18 @@ def test_no_more_lines_than_asked_for_where_there_is_no_terminal(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_logged_stands_above(monkeypatch):
+def test_log_messages_appear_above(monkeypatch):
     class Says(RolloutCallback):
         def on_rollout_end(self, trainer, pl_module, batch):
             if batch.rollout == 3:
-                logger.warning("a word in between")
-                print("and another", file=sys.stderr)
+                logger.warning("a log message")
+                print("another message", file=sys.stderr)
 
     handler = logging.StreamHandler()
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(handler)
 
-    class Stream(RolloutCallback):  # as Lightning's own, which has held the terminal since it was imported
+    class Stream(RolloutCallback):  # like Lightning's handler, which holds the stream from import on
         def on_fit_start(self, trainer, pl_module):
             handler.setStream(sys.stderr)
 
@@ -133,12 +133,12 @@ def test_what_is_logged_stands_above(monkeypatch):
         screen, _ = shown(monkeypatch, 100, callbacks=[Stream(), Says()], trainer={"enable_progress_bar": True})
     finally:
         logger.removeHandler(handler)
-    assert screen[:2] == ["a word in between", "and another"]
+    assert screen[:2] == ["a log message", "another message"]
     assert screen[2].startswith("done ")
     assert len(screen) == 4
 
 
-def test_an_error_leaves_the_terminal_in_order(monkeypatch):
+def test_an_error_restores_the_terminal(monkeypatch):
     class Breaks(RolloutCallback):
         def on_rollout_end(self, trainer, pl_module, batch):
             if batch.rollout == 2:
@@ -152,7 +152,7 @@ def test_an_error_leaves_the_terminal_in_order(monkeypatch):
     assert raw.rstrip().endswith("\x1b[?25h")
 
 
-def test_the_command_in_a_terminal_and_its_flag(tmp_path):
+def test_the_command_in_a_terminal_and_enable_progress_bar(tmp_path):
     config = Path(__file__).parents[2] / "configs" / "tiny.yaml"
     options = [
         f"--config={config}",

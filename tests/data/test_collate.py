@@ -1,4 +1,4 @@
-"""Completions as a batch of tensors."""
+"""Tests of collating completions into a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lgrpo.types import Completion, Prompt
 
 
 def collate(prompts, completions):
-    given = [Prompt(text="…", token_ids=ids, row={}, position=place) for place, ids in enumerate(prompts)]
+    given = [Prompt(text="…", token_ids=ids, row={}, position=index) for index, ids in enumerate(prompts)]
     found = [
         Completion(token_ids=ids, logprobs=logprobs, text="…", finish_reason="stop", behaviour_step=3, version=0)
         for ids, logprobs in completions
@@ -34,7 +34,7 @@ def test_prompt_completion_padding():
 
 
 @pytest.mark.parametrize(("ids", "logprobs"), [([7, 8], [-0.5, None]), (["7", 8], [-0.5, -0.5]), ([7.5], [-0.5])])
-def test_what_is_not_a_number_is_refused(ids, logprobs):
-    """numpy would make NaN of nothing, and a token of a text: the one would train as not known, silently."""
+def test_values_that_are_not_numbers_raise_an_error(ids, logprobs):
+    """numpy would convert None to NaN, which trains as unknown, and a string to a token."""
     with pytest.raises(TypeError):
         collate([[1]], [(ids, logprobs)])

@@ -1,4 +1,4 @@
-"""Prompts: where they come from, their order, and what is wrong with them."""
+"""Tests of prompts: sources, order, checks, weights, streams."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_local_files(name, tmp_path, tokenizer):
     assert len(task.rows("validation")) == 12
 
 
-def test_a_folder_by_name_as_the_hub_would_give_it(tmp_path, tokenizer):
-    """``load_dataset(name, split=…)``, the hub's own path, on a folder of data files."""
+def test_a_folder_loaded_by_name_like_a_hub_dataset(tmp_path, tokenizer):
+    """``load_dataset(name, split=…)``, as for the hub, on a folder of data files."""
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "test.jsonl", ROWS[:5])
     task = DatasetTask(ExactMatch(), train=str(tmp_path))
@@ -62,7 +62,7 @@ def test_a_folder_by_name_as_the_hub_would_give_it(tmp_path, tokenizer):
     assert len(task.rows("validation")) == 5
 
 
-def test_every_pass_has_every_prompt_once_in_an_order_of_its_own(tokenizer):
+def test_every_pass_has_every_prompt_once_in_another_order(tokenizer):
     prompts = PromptSet(in_memory(), "train", tokenizer, max_tokens=10, shuffle_seed=1)
     passes = [[prompts.at(e * 12 + i).text for i in range(12)] for e in range(3)]
     assert all(Counter(p) == Counter(passes[0]) for p in passes)
@@ -92,15 +92,15 @@ def test_rows_are_checked_one_by_one(tokenizer):
 
     with pytest.raises(ValueError, match=r"template reads \['question'\], but row 1 of the train set has only"):
         prompts({"answer": "1", "level": 0})
-    with pytest.raises(ValueError, match=r"reads \['question'\], but there is nothing in row 1"):
+    with pytest.raises(ValueError, match=r"reads \['question'\], which is null in row 1"):
         prompts({"question": None, "answer": "1"})
-    with pytest.raises(ValueError, match=r"reward reads \['answer'\], but there is nothing in row 1"):
+    with pytest.raises(ValueError, match=r"reward reads \['answer'\], which is null in row 1"):
         prompts({"question": "1", "answer": None})
     with pytest.raises(ValueError, match="prompt 1 of the train set is empty"):
         prompts({"question": " ", "answer": "1"})
 
 
-def test_a_pad_token_in_a_chat_is_no_harm(tokenizer):
+def test_a_pad_token_in_a_chat_is_allowed(tokenizer):
     """Some tokenizers pad with the token that ends a turn."""
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}>"
@@ -127,9 +127,9 @@ def test_a_prompt_longer_than_the_context(tokenizer):
         PromptSet(in_memory(rows), "train", tokenizer, max_tokens=1, overlong="drop")
 
 
-def test_characters_the_tokenizer_cannot_spell(tokenizer):
+def test_characters_the_tokenizer_cannot_encode(tokenizer):
     rows = [{"question": "12x>", "answer": "", "level": 0}]
-    with pytest.raises(ValueError, match="prompt 0 of the train set has characters the tokenizer cannot spell"):
+    with pytest.raises(ValueError, match="prompt 0 of the train set has characters the tokenizer cannot encode"):
         PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10)
 
 
@@ -159,7 +159,7 @@ def test_chat_templates(tokenizer):
         Template(chat=True).render({"question": "1"}, tokenizer)
 
 
-def test_generated_tasks_hold_out_what_they_validate_on():
+def test_generated_tasks_hold_out_their_validation_set():
     for task in (SortDigits(3, num_held_out=100), Arithmetic(1, ["+", "-", "*"], num_held_out=50)):
         train = {row["question"] for row in task.rows("train")}
         held_out = {row["question"] for row in task.rows("validation")}
@@ -192,15 +192,15 @@ def test_rewards():
         score(NumericMatch(), "12", "twelve")
 
 
-def test_a_row_whose_answer_is_of_no_use(tokenizer):
+def test_a_row_whose_answer_cannot_be_scored(tokenizer):
     task = in_memory([ROWS[0], {**ROWS[1], "answer": "none"}], reward=NumericMatch())
     with pytest.raises(
-        ValueError, match=r"no answer to row 1 of the train set could be scored: .*holds no number: 'none'"
+        ValueError, match=r"no answer to row 1 of the train set can be scored: .*holds no number: 'none'"
     ):
         PromptSet(task, "train", tokenizer, max_tokens=10)
 
 
-def test_copies_of_a_prompt_have_places_of_their_own(tokenizer):
+def test_copies_of_a_prompt_have_different_positions(tokenizer):
     prompts = PromptSet(in_memory([ROWS[0], ROWS[1], ROWS[0]]), "train", tokenizer, max_tokens=10)
     assert [(prompts.at(i).text, prompts.at(i).position) for i in range(3)] == [("00>", 0), ("01>", 1), ("00>", 2)]
 
@@ -226,7 +226,7 @@ def test_rows_are_drawn_by_weight(tokenizer):
     assert {rest.at(i).row["level"] for i in range(100)} == {1, 2}
 
 
-def test_a_draw_follows_from_the_seed_and_the_position(tokenizer):
+def test_a_draw_depends_only_on_seed_and_position(tokenizer):
     prompts, again = (by_level(tokenizer, weights={"0": 3.0, "1": 1.0}) for _ in range(2))
     in_order = [prompts.at(i).text for i in range(40)]
     assert [again.at(i).text for i in reversed(range(40))] == in_order[::-1]
@@ -236,7 +236,7 @@ def test_a_draw_follows_from_the_seed_and_the_position(tokenizer):
     assert prompts.at(2**40 + 15).text == again.at(2**40 + 15).text
 
 
-def test_weights_that_make_no_sense(tokenizer):
+def test_invalid_weights(tokenizer):
     with pytest.raises(
         ValueError,
         match=r"no row of the train set has a weight .*: level is one of \['0', '1', '2'\], .* \['7'\]",
@@ -253,12 +253,12 @@ def test_weights_that_make_no_sense(tokenizer):
         by_level(tokenizer, seed=None, weights={"0": 1.0})
 
 
-def test_weights_out_of_yaml(tokenizer):
-    """Where a key that looks like a number is one."""
+def test_weights_from_yaml(tokenizer):
+    """YAML reads a key that looks like a number as a number."""
     assert DifficultySampling(field="level", weights={0: 1.0}).weight(ROWS[0]) == 1.0
 
 
-# Rows that stream
+# Streamed rows
 
 
 class Counted(RowStream):
@@ -327,11 +327,11 @@ def test_a_stream_is_read_forward_and_only_as_far_as_needed(tokenizer):
     assert source.num_read == 1
     texts(prompts, range(0, 3000, 2))
     assert (source.num_read, source.num_passes) == (2999, 1)
-    texts(prompts, range(2000, 3000, 2))  # still at hand
+    texts(prompts, range(2000, 3000, 2))  # still in the cache
     assert source.num_passes == 1
-    assert prompts.at(1).text == "00001"  # long gone
+    assert prompts.at(1).text == "00001"  # no longer in the cache
     assert (source.num_read, source.num_passes) == (3001, 2)
-    assert len(prompts._kept) <= 1024
+    assert len(prompts._cache) <= 1024
 
 
 def test_overlong_prompts_of_a_stream(tokenizer):
@@ -342,13 +342,13 @@ def test_overlong_prompts_of_a_stream(tokenizer):
     kept = stream(tokenizer, rows, overlong="drop")
     assert texts(kept, range(4)) == ["00>", "01>", "00>", "01>"]
     assert kept.num_dropped == 2
-    assert stream(tokenizer, rows, overlong="drop").at(3).text == "01>"  # those dropped on the way there counted too
+    assert stream(tokenizer, rows, overlong="drop").at(3).text == "01>"  # rows dropped before it are counted too
     assert texts(kept, (3, 2, 1)) == ["01>", "00>", "01>"]
     with pytest.raises(ValueError, match="no prompt of the train set fits into 1 tokens"):
         stream(tokenizer, rows, overlong="drop", max_tokens=1)
 
 
-def test_a_stream_that_cannot_be_read_says_so_at_once(tmp_path, tokenizer):
+def test_a_stream_that_cannot_be_read_fails_at_once(tmp_path, tokenizer):
     def prompts(content):
         (tmp_path / "a.jsonl").write_text(content)
         task = DatasetTask(NumericMatch(), train=str(tmp_path / "a.jsonl"), streaming=True)
@@ -362,7 +362,7 @@ def test_a_stream_that_cannot_be_read_says_so_at_once(tmp_path, tokenizer):
         ValueError, match=r"reward reads \['answer'\], but row \(.*a\.jsonl, line 1\) of the train set has"
     ):
         prompts('{"question": "1"}\n')
-    with pytest.raises(ValueError, match=r"no answer to row \(.*line 1\) of the train set could be scored"):
+    with pytest.raises(ValueError, match=r"no answer to row \(.*line 1\) of the train set can be scored"):
         prompts('{"question": "1", "answer": "x"}\n')
     with pytest.raises(FileNotFoundError, match="there is no data file"):
         load_prompts(DatasetTask(ExactMatch(), "absent.jsonl", streaming=True), "train", tokenizer, max_tokens=10)

@@ -1,4 +1,4 @@
-"""Scoring inside a run: while others are sampled, later than that, and when it fails."""
+"""Tests of scoring in a run: during sampling, later, and with failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lgrpo import ClippedLoss, Prompt, Sampling, TransformersEngine
 from lgrpo.callbacks import ExactResume, RolloutLog
-from lgrpo.data.collate import concatenate
-from lgrpo.data.late import LateGroups, completions_of, filled_up, split_groups
+from lgrpo.data.collate import completions_of, concatenate
+from lgrpo.data.late import LateGroups, padded_to, split_groups
 from lgrpo.data.scorer import Scorer
 from lgrpo.rewards import NOT_YET, Isolated, MathVerify, Reward, Scoring, WeightedSum
 from lgrpo.tasks import SortDigits
@@ -27,7 +27,7 @@ def sort_digits(reward):
 
 
 class Late(Reward):
-    """The score of every third prompt comes when it has been asked for more than ``patience`` times."""
+    """Returns the score of every third prompt only after ``patience`` requests."""
 
     is_inline = True
 
@@ -44,7 +44,7 @@ class Late(Reward):
 
 
 class LateThenFails(Reward):
-    """In a worker: the first prompt's scores are not there at first, then cannot be had; the others' can."""
+    """Runs in a worker: scores of the first prompt are late and then fail; the others succeed."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -53,14 +53,14 @@ class LateThenFails(Reward):
         if prompt.position == 0:
             path = self.folder / str(hash(tuple(completion.token_ids)))
             if path.exists():
-                raise ValueError("nobody knows")
+                raise ValueError("unknown")
             path.touch()
             return NOT_YET
         return len(completion.token_ids) / 6
 
 
 class LateByRollout(Reward):
-    """Late as long as a file says so: state that lives elsewhere, as it does with people who label."""
+    """Late until a file exists: state outside the process, as with human labels."""
 
     is_inline = True
 
@@ -76,28 +76,28 @@ class LateByRollout(Reward):
 
 
 class TestLateScores:
-    def test_a_group_waits_and_trains_when_it_is_complete(self):
+    def test_a_group_waits_and_is_trained_when_it_is_complete(self):
         on_time = fit(rollouts=6, learning_rate=0.0)
         run = fit(rollouts=6, learning_rate=0.0, data={"task": sort_digits(Late())})
         positions = [batch.positions[batch.is_known].unique().tolist() for batch in run.recorder.rollouts]
         assert positions[:4] == [
-            [1, 2],  # 0 and 3 are late: their places stay empty
+            [1, 2],  # 0 and 3 are late: placeholders
             [4, 5, 7],  # 6 too
-            [0, 3, 8, 10, 11],  # two asked for the third time take 9's place, and one more
+            [0, 3, 8, 10, 11],  # two arrive at the third request: one replaces 9, one is appended
             [6, 13, 14],
         ]
         trained = {int(p): batch for batch in run.recorder.rollouts for p in batch.positions[batch.is_known]}
         for batch in on_time.recorder.rollouts[:3]:
             for p in batch.positions.unique().tolist():
-                mine, its = trained[p].positions == p, batch.positions == p
-                assert torch.equal(trained[p].rewards[mine], batch.rewards[its])
-                assert torch.equal(trained[p].behaviour_step[mine], batch.behaviour_step[its])
-                assert trained[p].loss_mask[mine].sum() == batch.loss_mask[its].sum() > 0
+                own, its = trained[p].positions == p, batch.positions == p
+                assert torch.equal(trained[p].rewards[own], batch.rewards[its])
+                assert torch.equal(trained[p].behaviour_step[own], batch.behaviour_step[its])
+                assert trained[p].loss_mask[own].sum() == batch.loss_mask[its].sum() > 0
         assert [row["rollout/late_waiting"] for row in run.logged] == [2, 3, 2, 3, 3, 2]
         assert [row["rollout/late_joined"] for row in run.logged] == [0, 0, 2, 1, 1, 2]
         assert [row["train/lag_max"] for row in run.logged] == [0, 0, 2, 2, 2, 2]
 
-    def test_an_empty_place_has_no_part_in_anything(self):
+    def test_a_placeholder_affects_nothing(self):
         run = fit(rollouts=1, data={"task": sort_digits(Late())})
         (batch,) = run.recorder.rollouts
         known = batch.is_known
@@ -108,12 +108,12 @@ class TestLateScores:
         assert row["rollout/live_fraction"] == 1.0
         assert batch.totals.all_sequences == 8
 
-    def test_nothing_is_there_yet(self):
+    def test_all_scores_are_late(self):
         run = fit(rollouts=3, data={"task": sort_digits(Late(patience=1, every=1))})
         assert [row["train/step_skipped"] for row in run.logged] == [1, 0, 0]
         assert [len(batch) for batch in run.recorder.rollouts] == [16, 16, 16]
 
-    def test_what_grows_too_old_is_dropped_and_counted(self):
+    def test_groups_that_are_too_old_are_dropped_and_counted(self):
         run = fit(rollouts=6, data={"task": sort_digits(Late(patience=10**6)), "max_lag": 1})
         assert [row["rollout/late_dropped"] for row in run.logged] == [0, 0, 2, 1, 1, 2]
         assert sum(row["rollout/late_joined"] for row in run.logged) == 0
@@ -133,14 +133,14 @@ class TestLateScores:
         straight = fit(**settings("straight", save=True))
         for step in range(1, 5):
             asked = settings(str(step))
-            for path in (tmp_path / "straight").glob("*-*"):  # what was asked by then
+            for path in (tmp_path / "straight").glob("*-*"):  # requests up to that step
                 if int(path.name.split("-")[0]) < 4 * step:
                     (tmp_path / str(step) / path.name).touch()
             run = fit(**asked, ckpt_path=str(tmp_path / "straight" / f"step={step}.ckpt"))
             assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
 
-    def test_what_was_sampled_a_while_ago_is_asked_for_at_its_turn(self):
-        """A cycle sampled in one call: by the time of its later rollouts their scores have come."""
+    def test_early_rollouts_are_scored_again_before_training(self):
+        """With a cycle sampled in one call, scores of its later rollouts arrive before they are trained."""
         data = {"task": sort_digits(Late(patience=1)), "generate_ahead": True}
         run = fit(v=4, rollouts=4, data=data)
         assert [row.get("rollout/late_waiting", 0) for row in run.logged] == [0, 0, 0, 0]
@@ -157,17 +157,17 @@ class TestLateScores:
         assert not joined.loss_mask[late].any()
         assert run.logged[1]["reward/failures"] >= 4
 
-    def test_behaviour_logprobs_of_the_policy_come_too_late(self):
+    def test_late_groups_cannot_use_logprobs_of_the_policy(self):
         data = {"task": sort_digits(Late()), "behaviour_logprobs": "policy"}
-        with pytest.raises(ValueError, match=r"the policy has moved on\. Use 'engine'"):
+        with pytest.raises(ValueError, match=r"the policy has changed since it was sampled\. Use 'engine'"):
             fit(rollouts=2, data=data)
 
-    def test_a_sum_is_late_where_a_part_is(self):
+    def test_a_sum_is_late_if_a_part_is(self):
         reward = WeightedSum({"late": Late(), "low": LowDigits()})
         run = fit(rollouts=1, data={"task": sort_digits(reward)})
         assert int(run.recorder.rollouts[0].is_known.sum()) == 8
 
-    def test_completions_are_asked_for_again_as_they_were(self):
+    def test_completions_are_rebuilt_from_a_batch(self):
         run = fit(rollouts=1, data={"sampling": Sampling(max_tokens=6, stop=["7"])})
         (batch,) = run.recorder.rollouts
         for group in split_groups(batch):
@@ -180,24 +180,24 @@ class TestLateScores:
                 assert float(group.rewards[row]) == pytest.approx(LowDigits().score(prompt, completion))
 
 
-def test_groups_apart_and_together_again():
+def test_split_groups_and_concatenate():
     batch = a_batch()
     again = concatenate(split_groups(batch))
     assert torch.equal(
         again.tokens * again.attention_mask, batch.tokens[:, : again.tokens.shape[1]] * again.attention_mask
     )
     assert torch.equal(again.rows, batch.rows)
-    larger = filled_up(batch, 12)
+    larger = padded_to(batch, 12)
     assert len(larger) == 12
     assert larger.is_known.tolist() == [True] * 8 + [False] * 4
     assert not larger.loss_mask[8:].any()
-    same, late = LateGroups().join(batch, ask=None, oldest_step=0, asks_own=False)
+    same, late = LateGroups().join(batch, rescore=None, oldest_step=0, rescore_own=False)
     assert same is batch
-    assert not late.in_play
+    assert not late.is_active
 
 
-class Slow(Reward):
-    """Takes a while, and remembers when."""
+class Timed(Reward):
+    """Records when it is called."""
 
     is_inline = True
 
@@ -210,17 +210,17 @@ class Slow(Reward):
 
 
 def test_groups_are_scored_while_others_are_sampled():
-    """Two groups at a time are decoded: the first are scored before the last are sampled."""
-    reward, ended = Slow(), []
+    """The engine decodes two groups at a time: the first are scored before the last are sampled."""
+    reward, ended = Timed(), []
     engine = TransformersEngine(max_sequences=4)
     generate = engine.generate
 
-    def watched(*arguments, **settings):
+    def timed(*arguments, **settings):
         result = generate(*arguments, **settings)
         ended.append(time.monotonic())
         return result
 
-    engine.generate = watched
+    engine.generate = timed
     run = fit(rollouts=1, data={"task": sort_digits(reward), "engine": engine, "num_prompts": 8})
     assert len(reward.times) == 32
     assert min(reward.times) < ended[0]
@@ -237,20 +237,20 @@ def test_every_group_is_announced_once_with_what_is_returned():
         Prompt(text=t, token_ids=policy.tokenizer(t).input_ids, row={}, position=i)
         for i, t in enumerate(["12>", "3>", "456>", "77>", "8>"])
     ]
-    heard = {}
+    received = {}
 
-    def on_group(place, completions):
-        assert place not in heard
-        heard[place] = completions
+    def on_group(index, completions):
+        assert index not in received
+        received[index] = completions
 
     groups = engine.generate(prompts, 4, Sampling(max_tokens=20), 0, policy.tokenizer, on_group)
-    assert [heard[place] for place in range(5)] == groups
+    assert [received[index] for index in range(5)] == groups
 
 
 class TestFailures:
-    def test_a_reward_of_ones_own_is_given_workers(self):
+    def test_a_custom_reward_runs_in_workers(self):
         with pytest.warns(
-            UserWarning, match=r"the reward failed on \d+ of 16 completions; the first time: ValueError: a"
+            UserWarning, match=r"the reward failed on \d+ of 16 completions; the first failure: ValueError: a"
         ):
             run = fit(rollouts=2, data={"task": sort_digits(Fussy()), "scoring": Scoring(mask_failures=True)})
         for batch, row in zip(run.recorder.rollouts, run.logged, strict=True):
@@ -259,7 +259,7 @@ class TestFailures:
             assert batch.loss_mask[~batch.failed].any(1).all()
             assert not batch.rewards[batch.failed].any()
 
-    def test_only_what_may_do_harm_is_given_workers(self):
+    def test_only_rewards_that_may_do_harm_run_in_workers(self):
         scorer = Scorer(WeightedSum({"math": MathVerify(), "low": LowDigits()}, {"low": 0.5}), Scoring())
         assert isinstance(scorer.reward.rewards["math"], Isolated)
         assert isinstance(scorer.reward.rewards["low"], LowDigits)
@@ -274,7 +274,7 @@ class TestFailures:
         assert not [thread for thread in threading.enumerate() if thread.name == "reward-workers"]
 
 
-def test_the_log_of_completions_with_scores_that_are_not_there(tmp_path):
+def test_the_rollout_log_with_late_scores(tmp_path):
     fit(
         rollouts=1,
         callbacks=[RolloutLog(num_groups=4)],

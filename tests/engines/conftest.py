@@ -1,11 +1,11 @@
-"""The policy whose weights the engines are given, and the two servers all tests share: they take long to start."""
+"""The policy of the engine tests, and two servers that all tests share, because they take long to start."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lgrpo.engines import VLLMServerEngine
+from lgrpo.engines import Timeouts, VLLMServerEngine
 from tests.helpers import tiny_policy
 
 
@@ -24,7 +24,9 @@ def policy():
 @pytest.fixture(scope="session")
 def two_servers():
     engine = VLLMServerEngine(
-        num_servers=2, timeout=60, options={"worker_extension_cls": "tests.engines.faulty.FaultyWorker"}
+        num_servers=2,
+        timeouts=Timeouts(generate=60),
+        options={"worker_extension_cls": "tests.engines.faulty.FaultyWorker"},
     )
     engine.load_weights(build_policy().weights(), step=3)
     yield engine

@@ -1,26 +1,26 @@
-"""Engines that fail: a server's worker that runs out of memory when told to, weights that change by themselves."""
+"""Engines with faults: a server's worker that runs out of memory on request, and weights that change after loading."""
 
 from __future__ import annotations
 
 import torch
 
 from lgrpo.engines import TransformersEngine
-from lgrpo.engines.ledger import Sent
-from lgrpo.engines.vllm_weights import WeightReport
+from lgrpo.engines.manifest import WeightManifest
+from lgrpo.engines.vllm.worker_extension import WeightReport
 from lgrpo.types import PolicyWeights
 
 
 class FaultyWorker(WeightReport):
     def exhaust_memory(self) -> None:
-        """From the next step on."""
+        """Fail in the next step."""
         self._lgrpo_model().register_forward_pre_hook(lambda *_: torch.empty(2**60, dtype=torch.uint8))
 
 
 class Distorted(TransformersEngine):
-    """One whose weights change between their arrival and the check."""
+    """An engine whose weights change between loading and verification."""
 
-    def receive(self, weights: PolicyWeights, version: int) -> Sent:
-        sent = super().receive(weights, version)
+    def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
+        manifest = super().receive_weights(weights, step, version)
         with torch.no_grad():
             self._model.get_submodule("model.norm").weight.mul_(1.5)
-        return sent
+        return manifest

@@ -1,6 +1,6 @@
-"""Engines that hold weights in what the trainer computes in: real vLLM, in process, in a pool, as a server.
+"""Engines with weights in the trainer's compute precision: real vLLM, in process, in a pool, and as a server.
 
-Here in float16: not every processor has bfloat16, and vLLM's build for CPUs ends without it.
+The tests use float16, because vLLM's build for CPUs aborts on processors without bfloat16.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 from lgrpo.engines import EnginePool, TransformersEngine, VLLMEngine, VLLMServerEngine
 from tests.engines.conftest import build_policy
-from tests.engines.test_pool import ask
-from tests.engines.test_vllm import TEXTS, as_ids, disturb, mismatch, prompts
+from tests.engines.pool.test_pool import ask
+from tests.engines.vllm.test_vllm import TEXTS, as_ids, disturb, mismatch, prompts
 
 HALF = torch.float16
 
 
 def weights_of(policy):
-    return replace(policy.weights(), computed_in=HALF)
+    return replace(policy.weights(), compute_dtype=HALF)
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def weights_of(policy):
     [VLLMEngine, lambda: EnginePool(VLLMEngine(max_model_len=32), num_processes=1), VLLMServerEngine],
     ids=["in process", "pool", "server"],
 )
-def test_it_follows_the_trainer(make):
-    """Every sync is verified in that precision, another one, and one after a resume, as well."""
+def test_trainers_precision_is_used(make):
+    """Syncs are verified in that precision, also later ones, and one after a resume."""
     pytest.importorskip("vllm")
     policy, engine = build_policy(), make()
     try:
@@ -51,7 +51,7 @@ def test_it_follows_the_trainer(make):
 
 
 @pytest.mark.parametrize("make", [lambda: VLLMEngine(dtype="float32"), TransformersEngine])
-def test_a_precision_of_its_own_comes_first(make):
+def test_own_precision_takes_precedence(make):
     pytest.importorskip("vllm")
     policy, engine = build_policy(), make()
     try:

@@ -1,4 +1,4 @@
-"""The embedded engine."""
+"""The engine on transformers."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def test_logprobs_are_the_policys(policy, engine):
                 assert ended or len(c.token_ids) == 12
 
 
-def test_neither_batch_nor_order_decides_what_is_sampled(policy, engine):
+def test_samples_do_not_depend_on_batch_or_order(policy, engine):
     sampling, questions = Sampling(max_tokens=10), prompts(policy, *TEXTS)
     together = as_ids(engine.generate(questions, 4, sampling, 7, policy.tokenizer))
     backwards = as_ids(engine.generate(questions[::-1], 4, sampling, 7, policy.tokenizer))[::-1]
     alone = [as_ids(engine.generate([q], 4, sampling, 7, policy.tokenizer))[0] for q in questions]
     fewer = as_ids(engine.generate(questions, 2, sampling, 7, policy.tokenizer))
     engine.max_sequences = 3
-    in_pieces = as_ids(engine.generate(questions, 4, sampling, 7, policy.tokenizer))
-    assert together == backwards == alone == in_pieces
+    in_parts = as_ids(engine.generate(questions, 4, sampling, 7, policy.tokenizer))
+    assert together == backwards == alone == in_parts
     assert [group[:2] for group in together] == fewer
     assert together != as_ids(engine.generate(questions, 4, sampling, 8, policy.tokenizer))
-    assert len({tuple(ids) for ids in together[1]}) > 1, "siblings draw from streams of their own"
+    assert len({tuple(ids) for ids in together[1]}) > 1, "siblings draw from different streams"
 
 
 def test_samples_follow_the_distribution(policy, engine):
@@ -90,7 +90,7 @@ def test_truncation_keeps_the_likeliest_and_renormalises():
     assert kept(min_p=0.35) == {0: 0.625, 1: 0.375}
 
 
-def test_a_token_of_no_probability_is_never_drawn():
+def test_impossible_token_is_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
     tokens, _ = draw(logits, Sampling(), torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
     assert tokens.tolist() == [1, 3, 3]
@@ -115,7 +115,7 @@ def test_stop_strings_end_the_text_but_keep_their_tokens(policy, engine):
     assert num_cut > 5
 
 
-def test_it_holds_a_copy_not_the_policy(policy, engine):
+def test_engine_holds_a_copy(policy, engine):
     before = as_ids(engine.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer))
     saved = [p.detach().clone() for p in policy.parameters()]
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_it_holds_a_copy_not_the_policy(policy, engine):
             p.add_(0.5 * torch.randn_like(p))
     lagging = as_ids(engine.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer))
     with engine.holding(policy.weights(), step=9):
-        assert engine.step == 9
+        assert engine.state.step == 9
         current = as_ids(engine.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer))
     restored = as_ids(engine.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer))
     with torch.no_grad():
@@ -131,21 +131,21 @@ def test_it_holds_a_copy_not_the_policy(policy, engine):
             p.copy_(old)
     assert before == lagging == restored
     assert current != before
-    assert engine.step == 3
+    assert engine.state.step == 3
 
 
-def test_the_policys_attention_stays_its_own(policy, engine):
+def test_policys_attention_is_unchanged(policy, engine):
     assert policy.model.config._attn_implementation == "lgrpo_packed"
 
 
 def test_no_weights_before_the_first_load(policy):
     engine = TransformersEngine()
-    assert engine.step is None
+    assert engine.state.step is None
     with pytest.raises(NoWeightsError, match="WeightSync"):
         engine.generate(prompts(policy, "1>"), 2, Sampling(), 0, policy.tokenizer)
     with engine.holding(policy.weights(), step=0):
-        assert engine.step == 0
-    assert engine.step is None
+        assert engine.state.step == 0
+    assert engine.state.step is None
     with pytest.raises(NoWeightsError):
         engine.generate(prompts(policy, "1>"), 2, Sampling(), 0, policy.tokenizer)
 
@@ -154,13 +154,13 @@ def test_state_survives_a_checkpoint(policy, engine, tmp_path):
     torch.save(engine.state_dict(), tmp_path / "engine.pt")
     other = TransformersEngine()
     other.load_state_dict(torch.load(tmp_path / "engine.pt", weights_only=True))
-    assert other.step == 3
+    assert other.state.step == 3
     a = engine.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer)
     b = other.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer)
     assert a == b
 
 
-def test_another_model_is_refused(engine):
+def test_different_model_is_rejected(engine):
     other = tiny_policy(config={**dict(tiny_policy().settings), "num_hidden_layers": 2})
     other.build()
     with pytest.raises(WeightSyncError, match=r"differ in their tensors: \['model\.layers\.1"):

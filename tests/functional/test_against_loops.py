@@ -1,4 +1,4 @@
-"""Every formula against a plain-Python loop that a reader can check by eye."""
+"""Every formula, compared with a plain Python loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def close(tensor, expected, tolerance=1e-4):
 
 @settings(max_examples=60, deadline=None)
 @given(rewards_of_groups, st.sampled_from(["inside", "outside"]), st.booleans())
-def test_group_whitened(case, placement, unbiased):
+def test_group_whitened_equals_a_loop(case, placement, unbiased):
     size, rewards = case
     expected = []
     for group in groups(rewards, size):
@@ -45,7 +45,7 @@ def test_group_whitened(case, placement, unbiased):
 
 @settings(max_examples=40, deadline=None)
 @given(rewards_of_groups, st.floats(0.1, 3))
-def test_baselines(case, temperature):
+def test_baselines_equal_a_loop(case, temperature):
     size, rewards = case
     left_out, soft = [], []
     for group in groups(rewards, size):
@@ -57,7 +57,7 @@ def test_baselines(case, temperature):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0, 1, width=32), min_size=8, max_size=8), st.floats(0.1, 3))
-def test_bernoulli_std(rewards, smoothing):
+def test_bernoulli_std_equals_a_loop(rewards, smoothing):
     expected = []
     for group in groups(rewards, 4):
         p = (sum(group) + smoothing) / (4 + 2 * smoothing)
@@ -67,7 +67,7 @@ def test_bernoulli_std(rewards, smoothing):
 
 @settings(max_examples=40, deadline=None)
 @given(rewards_of_groups, st.floats(0, 2, width=32))
-def test_has_reward_variance(case, tolerance):
+def test_has_reward_variance_equals_a_loop(case, tolerance):
     size, rewards = case
     numbers = torch.tensor(rewards).tolist()
     expected = [
@@ -76,8 +76,8 @@ def test_has_reward_variance(case, tolerance):
     assert F.has_reward_variance(torch.tensor(rewards), size, tolerance).tolist() == expected
 
 
-def test_variance_is_of_raw_rewards_not_of_a_rounded_deviation():
-    """0.1 is not exact: a group of equal large rewards has a deviation above 0 by rounding alone."""
+def test_variance_is_detected_on_raw_rewards():
+    """0.1 is not exact, so equal large rewards have a standard deviation above 0 by rounding."""
     equal = torch.full((8,), 1e6 + 0.1)
     assert not F.has_reward_variance(equal, 8).any()
 
@@ -98,7 +98,7 @@ tokens = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-4, 0), st.floa
     st.floats(0, 0.5),
     st.sampled_from(["one", "proximal", "proximal_multiplicative"]),
 )
-def test_clipped_surrogate(token, clip_low, clip_high, centre):
+def test_clipped_surrogate_equals_a_loop(token, clip_low, clip_high, centre):
     policy, behaviour, proximal, advantage = token
     ratio = math.exp(policy - behaviour)
     c = 1.0 if centre == "one" else math.exp(proximal - behaviour)
@@ -116,7 +116,7 @@ def test_clipped_surrogate(token, clip_low, clip_high, centre):
     close(F.clipped_surrogate(log_rho.exp(), t[3], *band), [expected], 1e-9)
 
 
-def test_log_ratio_denominators():
+def test_log_ratio_uses_the_chosen_denominator():
     policy = torch.tensor([-1.0], requires_grad=True)
     behaviour, proximal = torch.tensor([-3.0]), torch.tensor([-2.0])
     assert F.log_ratio(policy, behaviour, proximal, "behaviour").item() == 2.0
@@ -132,7 +132,7 @@ def test_log_ratio_denominators():
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(-5, 0), st.floats(-5, 0))
-def test_kl(policy, reference):
+def test_kl_equals_a_loop(policy, reference):
     d = policy - reference
     p, r = torch.tensor([policy], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64)
     close(F.kl_divergence(p, r, "k1"), [d], 1e-9)
@@ -140,7 +140,7 @@ def test_kl(policy, reference):
     close(F.kl_divergence(p, r, "k3"), [math.exp(-d) + d - 1], 1e-9)
 
 
-def test_aggregations():
+def test_aggregations_equal_loops():
     torch.manual_seed(0)
     values, mask = torch.randn(5, 7), torch.rand(5, 7) < 0.6
     mask[2] = False
@@ -149,17 +149,17 @@ def test_aggregations():
     lengths = torch.tensor([len(r) for r in rows])
     close(F.sequence_mean(values, mask, lengths, 5), sum(sum(r) / len(r) for r in rows if r) / 5)
     close(F.constant_sum(values, mask, 3.5), sum(map(sum, rows)) / 3.5)
-    nothing = torch.zeros_like(mask)
-    assert F.token_mean(values, nothing, 0) == F.sequence_mean(values, nothing, lengths * 0, 0) == 0
+    empty = torch.zeros_like(mask)
+    assert F.token_mean(values, empty, 0) == F.sequence_mean(values, empty, lengths * 0, 0) == 0
 
 
-def test_masked_values_do_not_count_even_when_they_are_not_finite():
+def test_masked_values_do_not_count_even_if_not_finite():
     values, mask = torch.tensor([[1.0, float("nan"), float("inf")]]), torch.tensor([[True, False, False]])
     assert F.token_mean(values, mask, 1).item() == 1.0
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_token_logprobs_and_entropy(temperature):
+def test_token_logprobs_and_entropy_equal_a_loop(temperature):
     torch.manual_seed(0)
     logits, targets = torch.randn(4, 6), torch.tensor([0, 5, 3, 2])
     logprobs, entropies = [], []
@@ -176,8 +176,8 @@ def test_token_logprobs_and_entropy(temperature):
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_gradient_of_token_logprobs(dtype, tolerance, temperature, compile):
-    """Against autograd through the textbook's formula, in float32. The logits stay as they are."""
+def test_gradient_of_token_logprobs_equals_autograd(dtype, tolerance, temperature, compile):
+    """Autograd through ``log_softmax`` in float32. The logits stay unchanged."""
     torch.manual_seed(0)
     logits = torch.randn(5, 33).mul(3).to(dtype).requires_grad_()
     targets, weights = torch.randint(0, 33, (5,)), torch.randn(5)
@@ -209,8 +209,8 @@ def test_chunks_change_neither_value_nor_gradient(chunk_size):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_never_more_logits_than_a_chunk():
-    """The head sees a chunk at a time, when no other's logits are left; the last one's wait for the backward pass."""
+def test_logits_of_one_chunk_exist_at_a_time():
+    """Only the last chunk's logits are kept for the backward pass."""
     head, sizes, logits = torch.nn.Linear(8, 1000), [], []
     hidden, targets = torch.randn(70, 8, requires_grad=True), torch.randint(0, 1000, (70,))
 
@@ -225,13 +225,13 @@ def test_never_more_logits_than_a_chunk():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         logprobs, _ = F.chunked_token_logprobs(hidden, watched, targets, chunk_size=16)
     assert sizes == [6, 16, 16, 16, 16]
-    assert [size for size in saved if size > head.weight.numel()] == [16_000], "no copy of them"
+    assert [size for size in saved if size > head.weight.numel()] == [16_000], "without a copy"
     assert [out() is not None for out in logits] == [False] * 4 + [True]
     logprobs.sum().backward()
-    assert sizes[5:] == [16, 16, 16, 6], "all others are computed again, from the last on"
+    assert sizes[5:] == [16, 16, 16, 6], "all others are recomputed in reverse order"
 
 
-def test_pass_at_k_by_counting():
+def test_pass_at_k_equals_counting():
     from itertools import combinations
 
     for n in range(1, 6):

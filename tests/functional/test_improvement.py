@@ -1,4 +1,4 @@
-"""The theorem's terms against loops, against exact expectations over small policies, and against themselves."""
+"""Terms of the improvement theorem, compared with loops and with exact expectations over small policies."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REWARD = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
 
 
 def every_group(size):
-    """All groups of samples of α there are, and their probabilities."""
+    """Return all possible groups of samples of α, and their probabilities."""
     groups = torch.tensor(list(itertools.product(range(3), repeat=size)))
     return groups, ALPHA[groups].prod(1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_the_estimate_of_the_gain_is_unbiased(size):
-    """Over every group that α can sample, weighted by its probability: exactly J(π) - J(α), at any group size."""
+def test_estimate_of_the_gain_is_unbiased(size):
+    """The expectation over all groups of α is exactly J(π) - J(α), at any group size."""
     groups, probability = every_group(size)
     gain = F.expected_gain((PI / ALPHA).log()[groups], REWARD[groups])
     assert float((probability * gain).sum()) == pytest.approx(float((PI - ALPHA) @ REWARD), abs=1e-12)
@@ -41,8 +41,8 @@ def test_the_estimate_of_the_gain_is_unbiased(size):
         assert float((probability * terms[name]).sum()) == pytest.approx(float(value), abs=1e-12), name
 
 
-def test_the_identity_is_exact():
-    """J(π) - J(α) = s L_α with the true s and the true mean; here with α itself as the group, once for each tenth."""
+def test_gain_is_s_times_the_surrogate():
+    """J(π) - J(α) = s L_α with the true s and the true mean; the group represents α exactly, in tenths."""
     population = ALPHA.mul(10).long()
     rewards, log_ratio = (x.repeat_interleave(population)[None] for x in (REWARD, (PI / ALPHA).log()))
     mean = ALPHA @ REWARD
@@ -54,8 +54,8 @@ def test_the_identity_is_exact():
     assert float(terms["surrogate"]) * 9 / 10 == pytest.approx(float(surrogate), abs=1e-12)  # G - 1, not G
 
 
-def test_ratios_of_tokens_would_be_wrong():
-    """Completions of two tokens, all enumerated: only the ratio of the whole completion gives the gain."""
+def test_gain_requires_ratios_of_whole_completions():
+    """All completions of two tokens are enumerated; ratios of tokens give a different number."""
     g = torch.Generator().manual_seed(0)
     policies = []
     for _ in range(2):  # α, then π: p(first), p(second | first)
@@ -75,20 +75,20 @@ def test_ratios_of_tokens_would_be_wrong():
     assert abs(by_token - gain) > 0.01
 
 
-def test_the_standard_error_covers_the_truth():
-    """In 400 rollouts of 64 prompts the estimate is within two standard errors of the truth about 95 times in 100."""
+def test_two_standard_errors_cover_the_truth():
+    """In 400 rollouts of 64 prompts, about 95 % of the estimates are within two standard errors."""
     g = torch.Generator().manual_seed(1)
     truth = float((PI - ALPHA) @ REWARD)
     samples = torch.multinomial(ALPHA, 400 * 64 * 4, replacement=True, generator=g).view(400, 64, 4)
     gains = torch.stack([F.expected_gain((PI / ALPHA).log()[s], REWARD[s]) for s in samples])
-    errors = torch.stack([F.standard_error(own) for own in gains])
+    errors = torch.stack([F.standard_error(gain) for gain in gains])
     z = (gains.mean(1) - truth) / errors
     assert abs(float(z.mean())) < 4 / 400**0.5
     assert 0.92 < float((z.abs() < 2).double().mean()) < 0.98
 
 
-def test_both_bounds_hold_and_the_stated_one_is_hardly_ever_positive():
-    """20,000 random problems, every quantity exact."""
+def test_both_bounds_hold_and_the_stated_one_is_rarely_positive():
+    """20,000 random problems with exact quantities."""
     g = torch.Generator().manual_seed(2)
     count, positive = 20_000, {2: 0, 1: 0}
     scale = torch.empty(count, 1, dtype=torch.float64).uniform_(0, 2, generator=g)
@@ -120,7 +120,7 @@ def test_both_bounds_hold_and_the_stated_one_is_hardly_ever_positive():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 10**6))
-def test_terms_against_loops(size, prompts, seed):
+def test_terms_equal_loops(size, prompts, seed):
     g = torch.Generator().manual_seed(seed)
     log_ratio, proximal = (torch.randn(prompts, size, generator=g, dtype=torch.float64) * 0.5 for _ in range(2))
     rewards = torch.rand(prompts, size, generator=g, dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_terms_against_loops(size, prompts, seed):
         expected = {"gain": 0.0, "tv": 0.0, "tv_proximal": 0.0}
         k3 = k3_proximal = gain_proximal = 0.0
         for i in range(size):
-            others = (sum(r) - r[i]) / (size - 1)  # leave one out: the same estimate, seen another way
+            others = (sum(r) - r[i]) / (size - 1)  # leave one out, which gives the same estimate
             expected["gain"] += w[i] * (r[i] - others) / size
             gain_proximal += b[i] * (r[i] - others) / size
             expected["tv"] += abs(w[i] - 1) / 2 / size
@@ -158,7 +158,7 @@ def test_terms_against_loops(size, prompts, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=8))
-def test_divergences_against_loops(logs):
+def test_divergences_equal_loops(logs):
     n, w = len(logs), [math.exp(x) for x in logs]
     log_ratio = torch.tensor(logs, dtype=torch.float64)
     expected = {
@@ -171,8 +171,7 @@ def test_divergences_against_loops(logs):
         assert float(getattr(F, name)(log_ratio).mean()) == pytest.approx(value, abs=1e-9), name
 
 
-def test_divergences_of_known_policies():
-    """The means over α are the divergences of the textbooks."""
+def test_expectations_are_the_exact_divergences():
     log_ratio = (PI / ALPHA).log()
     for name, value in {
         "k3_of_ratio": (ALPHA * (ALPHA / PI).log()).sum(),
@@ -182,7 +181,7 @@ def test_divergences_of_known_policies():
         assert float(ALPHA @ getattr(F, name)(log_ratio)) == pytest.approx(float(value), abs=1e-12), name
 
 
-def test_a_completion_without_overlap_stays_finite():
+def test_terms_without_overlap_are_finite():
     log_ratio = F.completion_log_ratio(torch.tensor([[-500.0, 1.0], [500.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool))
     assert log_ratio.tolist() == [-20, 20]
     terms = F.improvement_terms(log_ratio[None], torch.zeros(1, 2).double(), torch.tensor([[0.0, 1.0]]).double())

@@ -1,4 +1,4 @@
-"""What runs on a GPU only."""
+"""Tests that need a GPU."""
 
 SHAPE = {
     "model_type": "qwen2",

@@ -1,4 +1,4 @@
-"""vLLM on a GPU: sleep mode, syncs in bfloat16, a server on the same card. ``pytest tests/gpu -s``."""
+"""vLLM on a GPU: sleep mode, syncs in bfloat16, pools and servers on the same GPU. ``pytest tests/gpu -s``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lgrpo import CausalPolicy, Prompt, Sampling
-from lgrpo.engines import EngineError, EnginePool, VLLMEngine, VLLMServerEngine, vllm_nccl
+from lgrpo.engines import EngineError, EnginePool, Timeouts, VLLMEngine, VLLMServerEngine
+from lgrpo.engines.servers.transfer import nccl
 from tests.gpu import SHAPE
 from tests.helpers import fit
 
@@ -19,9 +20,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 APART = {"NCCL_HOSTID": "trainer", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 APART |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
-"""NCCL wants a GPU for each rank; where trainer and server have names of other machines, it speaks through sockets."""
+"""NCCL requires one GPU per rank. Different host ids make trainer and server two machines that use sockets."""
 if torch.cuda.is_available():
-    os.environ |= APART  # now: NCCL reads them once
+    os.environ |= APART  # before NCCL reads them, which it does once
 
 CONFIG = SHAPE | {"max_position_embeddings": 1024, "vocab_size": 32000}
 
@@ -74,19 +75,19 @@ def test_in_process_with_sleep_mode(policy):
     first = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
     assert mean_mismatch(policy, questions, first) < 0.05
     awake = torch.cuda.mem_get_info()[0]
-    engine.rest()
-    assert torch.cuda.mem_get_info()[0] - awake > 20 * 2**30, "sleeping gives the memory back"
+    engine.sleep()
+    assert torch.cuda.mem_get_info()[0] - awake > 20 * 2**30, "sleeping releases memory"
     held = engine.state_dict()["weights"]
     assert all(torch.equal(held[name], tensor.to(torch.bfloat16)) for name, tensor in policy.weights())
-    engine.rest()
-    assert engine.generate(questions, 4, sampling, 0, policy.tokenizer) == first, "asleep at level 1, the weights stay"
-    engine.spent = True
-    engine.rest()
+    engine.sleep()
+    assert engine.generate(questions, 4, sampling, 0, policy.tokenizer) == first, "sleep level 1 keeps the weights"
+    engine.finish_cycle()
+    engine.sleep()
     disturb(policy)
     record = engine.load_weights(policy.weights(), step=2)
     groups = engine.generate(questions, 4, sampling, 0, policy.tokenizer)
     assert record.version == 1
-    assert engine._places is not None, "from the second sync on, tensors are copied straight into vLLM's"
+    assert engine._loader.views is not None, "later syncs copy directly into vLLM's memory"
     assert mean_mismatch(policy, questions, groups) < 0.1
     for seeded in (True, False, True, False):
         engine._is_seeded = seeded
@@ -97,7 +98,7 @@ def test_in_process_with_sleep_mode(policy):
 
 
 @pytest.mark.parametrize("pooled", [False, True])
-def test_it_computes_in_what_the_trainer_computes_in(policy, pooled):
+def test_trainers_precision_is_used(policy, pooled):
     own = VLLMEngine(kv_cache_gib=1, gpu_memory_utilization=0.1, max_model_len=64, enforce_eager=True)
     engine = EnginePool(own) if pooled else own
     try:
@@ -115,7 +116,7 @@ def test_it_computes_in_what_the_trainer_computes_in(policy, pooled):
         engine.close()
 
 
-def test_a_pool_on_the_same_card(policy):
+def test_pool_on_the_same_gpu(policy):
     engine = VLLMEngine(dtype="bfloat16", gpu_memory_utilization=0.1, kv_cache_gib=4, max_model_len=256, seeded=True)
     pool, questions, sampling = EnginePool(engine), prompts(), Sampling(max_tokens=64)
     try:
@@ -126,13 +127,14 @@ def test_a_pool_on_the_same_card(policy):
             assert mean_mismatch(policy, questions, groups) < 0.1
             held = pool.state_dict()["weights"]
             assert all(torch.equal(held[name], tensor.to(torch.bfloat16).cpu()) for name, tensor in policy.weights())
-            pool.spent = step < 2
+            if step < 2:
+                pool.finish_cycle()
             awake = torch.cuda.mem_get_info()[0]
-            pool.rest()
+            pool.sleep()
             assert torch.cuda.mem_get_info()[0] - awake > 6 * 2**30, "both sleep"
             disturb(policy)
-        assert pool.generate(questions, 4, sampling, 0, policy.tokenizer) == groups, "asleep, the weights stay"
-        pool._members[0].kill()
+        assert pool.generate(questions, 4, sampling, 0, policy.tokenizer) == groups, "sleep keeps the weights"
+        pool._workers.running[0].kill()
         with pytest.warns(UserWarning, match="recovering"):
             again = pool.generate(questions, 4, sampling, 0, policy.tokenizer)
         assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in groups]
@@ -140,10 +142,8 @@ def test_a_pool_on_the_same_card(policy):
         pool.close()
 
 
-@pytest.mark.parametrize("transfer", ["file", "ipc", "nccl"])
-def test_a_server_on_the_same_card(policy, transfer):
-    if transfer == "ipc":
-        pytest.importorskip("ray", reason="vLLM 0.26 wants it for CUDA IPC")
+@pytest.mark.parametrize("transfer", ["file", "nccl"])
+def test_server_on_the_same_gpu(policy, transfer):
     engine = server_engine(transfer=transfer)
     try:
         questions, sampling = prompts(), Sampling(max_tokens=64)
@@ -164,10 +164,10 @@ def test_a_server_on_the_same_card(policy, transfer):
         engine.close()
 
 
-def test_nccl_is_refused_on_the_same_card(policy):
+def test_nccl_is_rejected_on_the_same_gpu(policy):
     engine = VLLMServerEngine(dtype="bfloat16", transfer="nccl", devices=[[torch.cuda.current_device()]])
     try:
-        with pytest.raises(EngineError, match="is to have the trainer and server 0, and NCCL wants each on a GPU"):
+        with pytest.raises(EngineError, match="is assigned to the trainer and to server 0, and NCCL requires"):
             engine.load_weights(policy.weights(), 0)
     finally:
         engine.close()
@@ -175,12 +175,12 @@ def test_nccl_is_refused_on_the_same_card(policy):
 
 @pytest.mark.filterwarnings("ignore:recovering from failure")
 def test_nccl_after_a_server_was_killed(policy, monkeypatch):
-    """Between two syncs, and in the middle of a broadcast, which would wait for it for ever."""
-    engine, broadcast = server_engine(transfer="nccl", sync_timeout=60), vllm_nccl.broadcast
+    """A server killed between two syncs, and one killed during a broadcast, which would then never end."""
+    engine, broadcast = server_engine(transfer="nccl", timeouts=Timeouts(sync=60)), nccl.broadcast
     questions, sampling = prompts(), Sampling(max_tokens=64)
 
     def kill():
-        os.killpg(engine.servers[0].process.pid, signal.SIGKILL)
+        os.killpg(engine.group.servers[0].process.pid, signal.SIGKILL)
 
     def sync_and_sample(step):
         start = time.perf_counter()
@@ -194,28 +194,28 @@ def test_nccl_after_a_server_was_killed(policy, monkeypatch):
         held = engine.state_dict()["weights"]
         assert all(torch.equal(held[name], tensor.to(torch.bfloat16).cpu()) for name, tensor in policy.weights())
 
-    def broadcast_to_the_dead(*arguments):
+    def broadcast_to_killed_server(*arguments):
         kill()
         broadcast(*arguments)
 
     try:
         engine.load_weights(policy.weights(), 0)
-        first = engine._transfer._group
+        first = engine.group.transfer._group
         sync_and_sample(1)
-        assert engine._transfer._group is first, "one group serves all syncs"
+        assert engine.group.transfer._group is first, "one group serves all syncs"
         kill()
-        sync_and_sample(2)  # which starts another one from files
-        sync_and_sample(3)  # and this one needs a group with it
-        second = engine._transfer._group
+        sync_and_sample(2)  # restarts it from files
+        sync_and_sample(3)  # creates a new group
+        second = engine.group.transfer._group
         assert second is not first
-        assert engine.faults["restarts"] == 1
+        assert engine.faults.num_restarts == 1
         with monkeypatch.context() as patch:
-            patch.setattr(vllm_nccl, "broadcast", broadcast_to_the_dead)
+            patch.setattr(nccl, "broadcast", broadcast_to_killed_server)
             sync_and_sample(4)
-        assert engine._transfer._group is None
+        assert engine.group.transfer._group is None
         sync_and_sample(5)
-        assert engine._transfer._group is not second
-        assert engine.faults["restarts"] == 2
-        torch.cuda.synchronize()  # nothing of the broken broadcast is left on the card
+        assert engine.group.transfer._group is not second
+        assert engine.faults.num_restarts == 2
+        torch.cuda.synchronize()  # nothing of the failed broadcast is pending
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""What the parts of a loss must obey, whatever they are assembled to."""
+"""Properties of the parts of losses and advantages, alone and in every named method."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lgrpo.advantages import (
     NoBaseline,
     Scores,
 )
-from lgrpo.cli import LGRPOCLI
+from lgrpo.commands.fit import LGRPOCLI
 from lgrpo.losses import (
     AsymmetricImportance,
     BehaviourForwardKL,
@@ -61,7 +61,7 @@ METHODS = sorted(path.stem for path in (CONFIGS / "algorithms").glob("*.yaml"))
 
 
 def numbers(rows=8, width=10, seed=0, dtype=torch.float32, noise=0.5):
-    """Log-probabilities of four policies around each other, advantages, and rows of mixed lengths."""
+    """Return a batch with rows of mixed lengths, and log-probabilities of three policies near the behaviour policy."""
     g = torch.Generator().manual_seed(seed)
     behaviour = -torch.rand(rows, width, generator=g, dtype=dtype) * 2 - 0.05
     near = lambda: behaviour + noise * torch.randn(rows, width, generator=g, dtype=dtype)  # noqa: E731
@@ -80,23 +80,23 @@ def scores(rewards, group_size=4, seed=0):
 
 
 def build(method):
-    """A named method, as the command line builds it."""
+    """Build a named method as the command line does."""
     files = [f"--config={CONFIGS / 'tiny.yaml'}", f"--config={CONFIGS / 'algorithms' / method}.yaml"]
     return LGRPOCLI([*files, "--trainer.logger=false"], run=False)
 
 
 class TestEquivalences:
-    def test_one_side_with_importance_is_the_min_clip_on_ten_thousand_points(self):
+    def test_one_side_with_importance_equals_the_min_clip(self):
         batch, policy, _, _ = numbers(rows=1000, width=10)
         batch.completion_mask[:] = batch.loss_mask[:] = True
         batch.advantages[:] = torch.randn(1000, 10, generator=torch.Generator().manual_seed(1))
         batch.behaviour_logprobs[:] = policy - 0.5 * torch.randn(1000, 10, generator=torch.Generator().manual_seed(2))
         _, clip = loss_and_gradient(ComposedLoss(gate=MinClip(0.2, 0.3)), batch, policy)
         _, gate = loss_and_gradient(ComposedLoss(gate=OneSide(0.2, 0.3), weight=Importance()), batch, policy)
-        assert int((clip == 0).sum()) > 1000  # it binds
+        assert int((clip == 0).sum()) > 1000  # the clip is active
         assert torch.allclose(clip, gate, atol=1e-7)
 
-    def test_around_the_proximal_policy_the_first_pass_never_clips(self):
+    def test_first_pass_never_clips_around_the_proximal_policy(self):
         batch, policy, _, _ = numbers()
         for centre in ("proximal", "proximal_multiplicative"):
             loss = ComposedLoss(gate=MinClip(0.2, 0.2, centre))
@@ -110,7 +110,7 @@ class TestEquivalences:
         around_one = ComposedLoss(gate=MinClip())(batch, PolicyLogprobs(policy=policy, entropy=policy))
         assert around_one.clipped_low.any()
 
-    def test_asymre_is_a_shift_of_the_advantage(self):
+    def test_asymre_equals_a_shift_of_the_advantage(self):
         batch, policy, _, _ = numbers()
         by_loss = loss_and_gradient(ComposedLoss(regularisers=[BehaviourForwardKL(0.1)]), batch, policy)
         rewards = scores(torch.randint(0, 2, (8,)).float())
@@ -120,7 +120,7 @@ class TestEquivalences:
         assert abs(by_loss[0] - by_advantage[0]) < 1e-5
         assert torch.allclose(by_loss[1], by_advantage[1], atol=1e-6)
 
-    def test_decoupled_ppo_is_the_clip_around_the_proximal_policy_weighted_by_it(self):
+    def test_decoupled_ppo_equals_a_weighted_clip_of_the_proximal_ratio(self):
         batch, policy, proximal, _ = numbers()
         band = ComposedLoss(gate=MinClip(0.2, 0.3, "proximal_multiplicative"))
         weight = ComposedLoss(TokenRatio("proximal"), MinClip(0.2, 0.3), TruncatedImportance(math.inf))
@@ -130,8 +130,8 @@ class TestEquivalences:
 
     @settings(max_examples=60, deadline=None)
     @given(st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=8), st.integers(0, 10**6))
-    def test_the_pairwise_identity_of_paper_b(self, rewards, seed):
-        """Σ_{i<j} (r_i - r_j)(g_i - g_j) = K Σ (r_i - r̄) g_i: pairs of a group say what its mean says."""
+    def test_pairs_of_a_group_equal_its_centred_rewards(self, rewards, seed):
+        """Σ_{i<j} (r_i - r_j)(g_i - g_j) = K Σ (r_i - r̄) g_i."""
         r, size = torch.tensor(rewards, dtype=torch.float64), len(rewards)
         g = torch.randn(size, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         pairs = sum((r[i] - r[j]) * (g[i] - g[j]) for i in range(size) for j in range(i + 1, size))
@@ -139,7 +139,7 @@ class TestEquivalences:
         centred = ComposedAdvantage()(own) @ g
         assert torch.allclose(torch.as_tensor(pairs), size * centred, atol=1e-8)
 
-    def test_a_masked_group_is_a_deleted_group(self):
+    def test_masked_group_equals_a_deleted_group(self):
         batch, policy, _, reference = numbers()
         for aggregation in (TokenMean("live"), SequenceMean("live"), ConstantSum(40)):
             loss = ComposedLoss(gate=MinClip(), regularisers=[ReferenceKL(0.1)], aggregation=aggregation)
@@ -174,12 +174,12 @@ class TestAdvantages:
     @pytest.mark.parametrize("name", ADVANTAGES)
     @settings(max_examples=30, deadline=None)
     @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=8, max_size=8), st.permutations(range(4)))
-    def test_the_order_of_siblings_does_not_matter(self, name, rewards, order):
+    def test_order_of_siblings_does_not_matter(self, name, rewards, order):
         own = scores(rewards)
-        places = torch.tensor([*order, *(4 + place for place in order)])
-        other = Scores(rewards=own.rewards[places], lengths=own.lengths[places], draws=own.draws[places], group_size=4)
+        rows = torch.tensor([*order, *(4 + index for index in order)])
+        other = Scores(rewards=own.rewards[rows], lengths=own.lengths[rows], draws=own.draws[rows], group_size=4)
         advantage = ADVANTAGES[name]
-        assert torch.allclose(advantage(own)[places], advantage(other), atol=1e-5)
+        assert torch.allclose(advantage(own)[rows], advantage(other), atol=1e-5)
         assert advantage(own).isfinite().all()
 
     @settings(max_examples=100, deadline=None)
@@ -198,13 +198,13 @@ class TestAdvantages:
         else:
             expected = r - r.mean()
         assert torch.allclose(advantages, expected, atol=1e-6)
-        assert abs(float(advantages.sum())) < 1e-5  # a mean over the kept
+        assert abs(float(advantages.sum())) < 1e-5  # centred by the mean over the kept ones
 
-    def test_red_drop_chooses_at_random_and_the_same_each_time(self):
+    def test_red_drop_is_random_and_reproducible(self):
         rewards = [1.0, 0.0, 0.0, 0.0, 0.0]
         chosen = [DropNegatives()(scores(rewards, 5, seed)).nonzero().flatten().tolist() for seed in range(30)]
-        assert len({tuple(places) for places in chosen}) == 4
-        assert all(len(places) == 2 for places in chosen)
+        assert len({tuple(indices) for indices in chosen}) == 4
+        assert all(len(indices) == 2 for indices in chosen)
         assert chosen[3] == DropNegatives()(scores(rewards, 5, 3)).nonzero().flatten().tolist()
 
     def test_adaptive_temperature_balances_tokens(self):
@@ -213,10 +213,10 @@ class TestAdvantages:
         weighted = ExponentiallyWeighted(temperature="adaptive", least_temperature=0.1)(own)
         assert abs(float((own.lengths * weighted).sum())) < 1e-3
         assert float((own.lengths * ComposedAdvantage()(own)).sum()) < -1
-        own.lengths[:] = 5  # nothing to balance: the advantages stay
+        own.lengths[:] = 5  # nothing to balance: the advantages are unchanged
         assert torch.equal(ExponentiallyWeighted(temperature="adaptive")(own), ComposedAdvantage()(own))
 
-    def test_maxrl_of_a_group_without_success_is_zero(self):
+    def test_maxrl_is_0_for_a_group_without_success(self):
         assert not ComposedAdvantage(scale=GroupMeanScale())(scores([0.0] * 4 + [1.0, 0, 0, 0]))[:4].any()
 
 
@@ -274,7 +274,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_gradients_against_the_formula(name):
+def test_gradients_equal_the_formula(name):
     loss, weight = FORMULAS[name]
     batch, policy, proximal, _ = numbers(seed=3)
     _, gradient = loss_and_gradient(loss, batch, policy, proximal=proximal)
@@ -318,7 +318,7 @@ DIFFERENTIABLE = {
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients_by_finite_differences(name):
+def test_gradients_equal_finite_differences(name):
     loss = DIFFERENTIABLE[name]
     batch, policy, proximal, reference = numbers(seed=5, dtype=torch.float64)
     _, gradient = loss_and_gradient(loss, batch, policy, proximal, reference)
@@ -336,7 +336,7 @@ def test_gradients_by_finite_differences(name):
         assert abs((ends[0] - ends[1]) / (2 * step) - float(gradient[i, t])) < 1e-6
 
 
-def test_the_second_moment_is_held():
+def test_second_moment_stays_within_its_limit():
     batch, policy, _, _ = numbers(rows=64)
     loss = ComposedLoss(gate=SecondMoment(0.04), weight=Importance())
     output = loss(batch, PolicyLogprobs(policy=policy, entropy=policy))
@@ -349,7 +349,7 @@ def test_the_second_moment_is_held():
     assert worst_kept <= best_dropped
 
 
-def test_the_entropy_bonus_has_a_gradient():
+def test_entropy_bonus_has_a_gradient():
     from tests.helpers import a_batch, tiny_policy
 
     policy, batch = tiny_policy(), a_batch()
@@ -377,8 +377,8 @@ def test_the_entropy_bonus_has_a_gradient():
     assert not entropy(False)[1].requires_grad
 
 
-# Every named method: what multiplies A ∇log π at a token, what its regularisers add to the gradient, how tokens are
-# averaged, and the advantages of rewards 1, 0, 0, 0 | 1, 1, 1, 0. Facts as above, and d = log π/π_ref, l = log π/π_α.
+# Every named method: the factor of A ∇log π at a token, the gradient of its regularisers, its aggregation, and the
+# advantages of rewards 1, 0, 0, 0 | 1, 1, 1, 0. Names as above, and d = log π/π_ref, l = log π/π_α.
 def inside(value, low, high):
     return low <= value <= high
 
@@ -461,8 +461,8 @@ NAMED = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_named_method_is_its_formula(method):
-    """The file, as the command line builds it, against a line of Python."""
+def test_every_named_method_equals_its_formula(method):
+    """Compares the config file, built as by the command line, with one line of Python."""
     weight, regulariser, mean, advantages = NAMED[method]
     cli = build(method)
     batch, policy, proximal, reference = numbers(seed=4)
@@ -502,8 +502,8 @@ def test_every_named_method_is_its_formula(method):
 
 class TestExtremes:
     @pytest.mark.parametrize("method", METHODS)
-    def test_ratios_beyond_measure_stay_finite(self, method):
-        """Tokens that the policy has given up, or gained, by a hundred nats: clipped, masked, and without advantage."""
+    def test_extreme_ratios_give_finite_gradients(self, method):
+        """Log-ratios of ±100, with and without advantage, and masked."""
         batch, policy, proximal, reference = numbers(rows=8)
         policy = torch.where(torch.arange(8)[:, None] % 2 == 0, batch.behaviour_logprobs + 100, policy - 100)
         batch.advantages[2:4] = 0.0
@@ -513,7 +513,7 @@ class TestExtremes:
         assert gradient.isfinite().all()
         assert not gradient[4:6].any()
 
-    def test_a_product_over_a_long_completion(self):
+    def test_product_over_a_long_completion_is_finite(self):
         batch, policy, _, _ = numbers(rows=4, width=2000)
         batch.loss_mask[1] = False
         policy = batch.behaviour_logprobs + 0.05
@@ -528,10 +528,10 @@ class TestExtremes:
         if name in ("bernoulli", "reward") and (reward > 1 or name == "reward"):
             pytest.skip("takes rewards from 0 to 1, or has no baseline")
         own = scores(torch.full((14,), reward), group_size=7)
-        own.rewards = own.rewards.double()  # as the data module hands them over
+        own.rewards = own.rewards.double()  # as in the data module
         assert ADVANTAGES[name](own).abs().max() < 1e-9
 
-    def test_nothing_harmful(self):
+    def test_second_moment_keeps_all_tokens_at_ratio_1(self):
         batch, _, _, _ = numbers()
         loss = ComposedLoss(gate=SecondMoment(), weight=Importance())
         _, gradient = loss_and_gradient(loss, batch, batch.behaviour_logprobs.clone())
@@ -539,8 +539,7 @@ class TestExtremes:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_micro_batches_add_up(method):
-    """The loss of a rollout is the sum of its pieces' losses, whatever the method."""
+def test_losses_of_micro_batches_add_up(method):
     batch, policy, proximal, reference = numbers(rows=32)
     loss = build(method).model.loss
     whole, gradient = loss_and_gradient(loss, batch, policy, proximal, reference)
@@ -551,7 +550,7 @@ def test_micro_batches_add_up(method):
         value, own = loss_and_gradient(loss, piece, *chosen)
         total += value
         pieces[piece.rows, :width] += own
-    if method == "m2po":  # chooses among the tokens of a micro-batch, as its class says
+    if method == "m2po":  # SecondMoment chooses among the tokens of a micro-batch
         assert not torch.allclose(gradient, pieces, atol=1e-6)
         return
     assert abs(total - whole) < 1e-5
@@ -563,8 +562,8 @@ def test_micro_batches_add_up(method):
     [
         (lambda: ComposedLoss(gate=MinClip(), weight=Importance()), "so it would be squared"),
         (lambda: ComposedLoss(gate=WeightClamp(), weight=AsymmetricImportance()), "so it would be squared"),
-        (lambda: ComposedLoss(gate=WeightClamp(), weight=TruncatedImportance()), "holds that factor already"),
-        (lambda: ComposedLoss(gate=MinClip(), weight=MaskedImportance()), "holds that factor already"),
+        (lambda: ComposedLoss(gate=WeightClamp(), weight=TruncatedImportance()), "already contains that factor"),
+        (lambda: ComposedLoss(gate=MinClip(), weight=MaskedImportance()), "already contains that factor"),
         (lambda: ComposedLoss(TokenRatio("proximal"), MinClip(centre="proximal")), "use centre 'one'"),
         (lambda: ComposedLoss(SequenceRatio(), MinClip(centre="proximal")), "use centre 'one'"),
         (
@@ -585,20 +584,20 @@ def test_micro_batches_add_up(method):
         (lambda: TokenRatio("alpha"), "over is 'alpha'"),
         (lambda: TokenMean("liv"), "one of all, live"),
         (lambda: ReferenceKL(0.1, "k9"), "estimator is 'k9'"),
-        (lambda: ReferenceKL(math.inf), "above 0 and finite"),
+        (lambda: ReferenceKL(math.inf), "above 0 and below inf"),
         (lambda: MinClip(centre="two"), "centre is 'two'"),
         (lambda: ComposedLoss(SequenceRatio(), GeometricClip()), "use TokenRatio"),
         (lambda: ComposedLoss(scale=0), "scale is 0"),
-        (lambda: OneSide(low=1.5), "low from 0 to 1"),
-        (lambda: TwoSide(high=-0.1), "half-widths"),
-        (lambda: Ring(outer_low=0.1), "lie inside the band"),
-        (lambda: DualClip(cap=1.1), "must lie above the band"),
-        (lambda: GeometricClip(low=-1), "half-widths of a band of log-ratios"),
+        (lambda: OneSide(low=1.5), "low is 1.5; it must be at least 0 and at most 1"),
+        (lambda: TwoSide(high=-0.1), "high is -0.1"),
+        (lambda: Ring(outer_low=0.1), "outer_low is 0.1; it must be at least 0.2"),
+        (lambda: DualClip(cap=1.1), "cap is 1.1; it must be above 1.2"),
+        (lambda: GeometricClip(low=-1), "low is -1"),
         (lambda: SecondMoment(0), "limit is 0"),
         (lambda: OffPolicySequenceMask(threshold=0), "threshold is 0"),
         (lambda: TruncatedImportance(0), "cap is 0"),
-        (lambda: MaskedImportance(2.0, 0.5), "no band of weights"),
-        (lambda: ReferenceKL(0), "Leave the part out"),
+        (lambda: MaskedImportance(2.0, 0.5), "low is 2.0; it must be at least 0 and below 0.5"),
+        (lambda: ReferenceKL(0), "remove the part instead"),
         (lambda: EntropyBonus(-1), "coef is -1"),
         (lambda: LogMeanExp(0), "temperature is 0"),
         (lambda: ExponentiallyWeighted(temperature=0), "is 0; it must be above 0"),
@@ -608,12 +607,12 @@ def test_micro_batches_add_up(method):
         (lambda: ComposedAdvantage(scale=GroupMeanScale())(scores([-1.0, 0, 0, 0])), "a reward is negative"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make, message):
+def test_contradictory_settings_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_policies_that_are_missing():
+def test_missing_policies_raise_an_error():
     batch, policy, _, _ = numbers()
     alone = PolicyLogprobs(policy=policy, entropy=policy)
     for loss, message in (
@@ -626,8 +625,8 @@ def test_policies_that_are_missing():
             loss(batch, alone)
 
 
-def test_a_part_left_out_is_a_part_that_does_nothing():
+def test_default_parts_have_no_effect():
     batch, policy, _, _ = numbers()
     _, plain = loss_and_gradient(ComposedLoss(), batch, policy)
-    _, spelt = loss_and_gradient(ComposedLoss(TokenRatio(), NoGate(), NoWeight(), []), batch, policy)
-    assert torch.equal(plain, spelt)
+    _, explicit = loss_and_gradient(ComposedLoss(TokenRatio(), NoGate(), NoWeight(), []), batch, policy)
+    assert torch.equal(plain, explicit)

@@ -1,4 +1,4 @@
-"""The monitor's metrics: cut into pieces they say what they say of the whole."""
+"""Metrics of the improvement monitor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def groups(prompts=6, size=4, seed=0):
     return {"log_ratio": ratios[0], "proximal_log_ratio": ratios[1], "rewards": rewards}
 
 
-def test_pieces_make_the_whole():
+def test_batches_give_the_same_metrics_as_the_whole():
     whole, pieces, data = ImprovementMetrics(), ImprovementMetrics(), groups()
     whole.update(**data)
     for rows in ([0, 1], [2], [], [3, 4, 5]):
@@ -24,36 +24,36 @@ def test_pieces_make_the_whole():
     assert {n: float(v) for n, v in pieces.compute().items()} == {n: float(v) for n, v in whole.compute().items()}
 
 
-def test_groups_without_variance_stand_apart():
+def test_zero_variance_groups_are_left_out_of_terms_with_s():
     data = groups()
     varied = torch.tensor([len(set(row.tolist())) > 1 for row in data["rewards"]])
     assert 0 < int(varied.sum()) < 6
     metric, apart = ImprovementMetrics(), ImprovementMetrics()
     metric.update(**data)
     apart.update(**{name: value[varied] for name, value in data.items()})
-    figures, expected = metric.compute(), apart.compute()
-    assert float(figures["zero_variance_fraction"]) == pytest.approx(float((~varied).double().mean()))
+    metrics, expected = metric.compute(), apart.compute()
+    assert float(metrics["zero_variance_fraction"]) == pytest.approx(float((~varied).double().mean()))
     for name in ("s", "coefficient", "surrogate", "bound_2", "bound_1_positive", "bound_2_bernoulli_stderr"):
-        assert float(figures[name]) == pytest.approx(float(expected[name])), name
-    assert float(figures["gain_varied"]) == pytest.approx(float(expected["gain"]))
-    assert float(figures["gain"]) == pytest.approx(float(expected["gain"] * varied.double().mean()))
-    assert float(figures["tv"]) != pytest.approx(float(expected["tv"]))
+        assert float(metrics[name]) == pytest.approx(float(expected[name])), name
+    assert float(metrics["gain_varied"]) == pytest.approx(float(expected["gain"]))
+    assert float(metrics["gain"]) == pytest.approx(float(expected["gain"] * varied.double().mean()))
+    assert float(metrics["tv"]) != pytest.approx(float(expected["tv"]))
 
 
-def test_nothing_varies_or_nothing_is_there():
+def test_zero_variance_alone_and_no_groups_give_fewer_metrics():
     metric, data = ImprovementMetrics(), groups()
     data["rewards"].fill_(1.0)
     metric.update(**data)
-    figures = metric.compute()
-    assert float(figures["gain"]) == 0
-    assert float(figures["zero_variance_fraction"]) == 1
-    assert "bound_2" not in figures
+    metrics = metric.compute()
+    assert float(metrics["gain"]) == 0
+    assert float(metrics["zero_variance_fraction"]) == 1
+    assert "bound_2" not in metrics
     metric.reset()
     metric.update(**{name: value[:0] for name, value in data.items()})
     assert metric.compute() == {}
 
 
-def test_rewards_the_theorem_does_not_know():
+def test_rewards_outside_0_and_1_have_no_bound():
     metric, data = ImprovementMetrics(), groups()
     data["rewards"] *= 2
     metric.update(**data)
@@ -62,34 +62,34 @@ def test_rewards_the_theorem_does_not_know():
     assert not any(name.startswith("bound") or "bernoulli" in name for name in names)
 
 
-def test_clip_fractions_by_sign():
+def test_clip_fractions_are_split_by_the_sign_of_the_advantage():
     metric = OffPolicyMetrics(clip_low=0.2, clip_high=0.3)
     ratio = torch.tensor([[1.25, 1.35, 0.5, 9.0], [0.7, 0.85, 1.5, 9.0]])
     mask = torch.tensor([[True, True, True, False]] * 2)
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
     metric.update(log_ratio=ratio.log(), mask=mask, advantages=advantages)
     metric.update(log_ratio=ratio[:0].log(), mask=mask[:0], advantages=advantages[:0])
-    figures = metric.compute()
-    assert float(figures["clip_fraction_positive"]) == pytest.approx(1 / 3)  # 1.35
-    assert float(figures["clip_fraction_negative"]) == pytest.approx(1 / 3)  # 0.7
-    assert float(figures["clip_fraction"]) == pytest.approx(2 / 6)
-    assert float(figures["ratio_max"]) == pytest.approx(0.7 * 0.85 * 1.5, rel=1e-5)
+    metrics = metric.compute()
+    assert float(metrics["clip_fraction_positive"]) == pytest.approx(1 / 3)  # 1.35
+    assert float(metrics["clip_fraction_negative"]) == pytest.approx(1 / 3)  # 0.7
+    assert float(metrics["clip_fraction"]) == pytest.approx(2 / 6)
+    assert float(metrics["ratio_max"]) == pytest.approx(0.7 * 0.85 * 1.5, rel=1e-5)
 
 
-def test_lag_buckets():
+def test_lags_are_counted_in_buckets():
     metric = LagHistogram()
     metric.update(torch.tensor([0, 1, 2, 3, 4, 7, 8]))
     metric.update(torch.tensor([15, 16, 31, 32, 1000]))
-    counts = {name: round(12 * float(share)) for name, share in metric.compute().items()}
+    counts = {name: round(12 * float(fraction)) for name, fraction in metric.compute().items()}
     assert list(counts.values()) == [1, 1, 2, 2, 2, 2, 2]
 
 
-def test_calibration_is_paired():
+def test_calibration_compares_the_same_prompts():
     metric = CalibrationMetrics()
     before, after = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 1.0]])
     metric.update(log_ratio=torch.tensor([[1.5, 0.5], [0.5, 1.5]]).log(), before=before, after=after)
-    figures = {name: float(value) for name, value in metric.compute().items()}
-    assert figures["predicted"] == pytest.approx(0.5)
-    assert figures["realised"] == pytest.approx(0.5)
-    assert figures["error"] == pytest.approx(0, abs=1e-6)
-    assert figures["error_stderr"] == pytest.approx(0, abs=1e-6)
+    metrics = {name: float(value) for name, value in metric.compute().items()}
+    assert metrics["predicted"] == pytest.approx(0.5)
+    assert metrics["realised"] == pytest.approx(0.5)
+    assert metrics["error"] == pytest.approx(0, abs=1e-6)
+    assert metrics["error_stderr"] == pytest.approx(0, abs=1e-6)

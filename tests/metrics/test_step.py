@@ -1,4 +1,4 @@
-"""Figures of a step, against loops over its tokens."""
+"""Metrics of a step, compared with loops over its tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lgrpo.metrics.step import StepMetrics
 
 
 def micro_batch(seed, device="cpu"):
-    """Rows of every kind: fresh, old, recorded with and without log-probabilities, and one that is not live.
+    """Return rows of every kind: fresh, old, recorded with and without log-probabilities, and one that is not live.
 
-    Where the behaviour policy is not known, a loss may still have a ratio of its own, as in one token here.
+    If the behaviour policy is unknown, a loss may still have a ratio, as in one token here.
     """
     draw = torch.Generator().manual_seed(seed)
     mask = torch.rand(5, 7, generator=draw) < 0.6
@@ -24,10 +24,10 @@ def micro_batch(seed, device="cpu"):
     log_ratio = torch.randn(5, 7, generator=draw).where(known, torch.nan)
     ratio = log_ratio.exp()
     ratio[3, 2] = 1.5
-    given = {
+    batch = {
         "loss": torch.randn((), generator=draw),
         "mask": mask,
-        "log_ratio": log_ratio.where(mask, torch.nan),  # what is not live must not show, whatever it is
+        "log_ratio": log_ratio.where(mask, torch.nan),  # values outside the mask must not count
         "ratio": ratio.where(mask, torch.inf),
         "clipped_low": torch.rand(5, 7, generator=draw) < 0.3,
         "clipped_high": (torch.rand(5, 7, generator=draw) < 0.3).float(),
@@ -36,7 +36,7 @@ def micro_batch(seed, device="cpu"):
         "lag": torch.tensor([0.0, 3.0, torch.nan, torch.nan, 9.0]),
         "behaviour_known": known,
     }
-    return {name: tensor.to(device) for name, tensor in given.items()}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def by_loops(batches):
@@ -49,7 +49,7 @@ def by_loops(batches):
     def mean(numbers):
         return sum(numbers) / len(numbers)
 
-    of_all = {
+    all_tokens = {
         name: mean([float(b[key][i, j]) for b, i, j in tokens])
         for name, key in {
             "clip_fraction_low": "clipped_low",
@@ -58,7 +58,7 @@ def by_loops(batches):
             "kl_reference": "kl_reference",
         }.items()
     }
-    return of_all | {
+    return all_tokens | {
         "loss": sum(float(b["loss"]) for b in batches),
         "live_tokens": len(tokens),
         "engine_mismatch_mean": mean(fresh),
@@ -73,14 +73,14 @@ def by_loops(batches):
     }
 
 
-def test_against_loops():
+def test_metrics_equal_loops_over_tokens():
     metrics, batches = StepMetrics(), [micro_batch(seed) for seed in range(3)]
     for batch in batches:
         metrics.update(**batch)
     assert metrics.compute() == pytest.approx(by_loops(batches), rel=1e-5)
 
 
-def test_without_a_reference_and_a_live_token():
+def test_missing_reference_and_missing_live_tokens_are_handled():
     metrics, batch = StepMetrics(), micro_batch(0)
     metrics.update(**batch | {"kl_reference": None})
     assert metrics.compute()["kl_reference"] == 0
@@ -89,27 +89,26 @@ def test_without_a_reference_and_a_live_token():
     assert metrics.compute() == {"loss": pytest.approx(float(batch["loss"])), "live_tokens": 0}
 
 
-def test_of_no_rows():
+def test_empty_micro_batch_adds_nothing():
     metrics, batch = StepMetrics(), micro_batch(0)
     metrics.update(**{name: tensor[:0] if tensor.ndim else tensor for name, tensor in batch.items()})
     metrics.update(**batch)
     assert metrics.compute() == pytest.approx(by_loops([batch]) | {"loss": 2 * float(batch["loss"])}, rel=1e-5)
 
 
-def test_of_a_recording_alone():
-    """Its log-probabilities are not known: no ratio, no lag, no divergence from the behaviour policy."""
+def test_recording_without_log_probabilities_has_no_ratio_metrics():
     metrics, batch = StepMetrics(), micro_batch(0)
     mask = torch.zeros(5, 7, dtype=torch.bool)
     mask[3] = batch["mask"][3]
     mask[3, 2] = False
     metrics.update(**batch | {"mask": mask})
-    none_of_these = {"lag", "ratio_mean", "kl_behaviour", "engine_mismatch_mean"}
-    assert not none_of_these & metrics.compute().keys()
+    absent = {"lag", "ratio_mean", "kl_behaviour", "engine_mismatch_mean"}
+    assert not absent & metrics.compute().keys()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_nothing_is_waited_for():
+def test_update_does_not_synchronise_with_the_gpu():
     metrics, batches = StepMetrics().cuda(), [micro_batch(seed, "cuda") for seed in range(3)]
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,7 +1,7 @@
-"""Record what verl computes for its advantages, losses, rollout corrections and KL penalties.
+"""Record verl's advantages, losses, rollout corrections and KL penalties.
 
-The files this script writes are the fixtures of the parity tests. It is not run by them: verl needs other
-versions of some packages than this repository, so it runs in an environment of its own, made once with
+The files this script writes are the fixtures of the parity tests, which do not run it: verl needs other versions of
+some packages than this repository, so the script runs in a separate environment, made once with
 
     python3.11 -m venv verl-env
     verl-env/bin/pip install torch==2.13.0 numpy
@@ -12,12 +12,12 @@ and then, from the root of the repository,
 
     OMP_NUM_THREADS=1 verl-env/bin/python tests/parity/make_verl_fixtures.py
 
-which empties ``tests/parity/verl`` of JSON files and writes it anew. verl is imported as it is installed: nothing of
-it is replaced. pip warns of the packages that verl asks for and that are left out; nothing used here imports them.
+which replaces the JSON files in ``tests/parity/verl``. verl is not modified. pip warns about packages that verl
+requires and that are left out; nothing used here imports them.
 
 Every number is computed in float32 from a batch drawn with a fixed seed, and is written so that reading it back gives
-the same float32. ``batch.json`` holds the batch; a case names the tensors of it that it used. What each case is, and
-what verl's definitions are, is in ``tests/parity/verl/README.md``.
+the same float32. ``batch.json`` holds the batch; a case names the tensors of it that it used.
+``tests/parity/verl/README.md`` describes the cases and verl's definitions.
 """
 
 import argparse
@@ -41,9 +41,9 @@ CORE = "verl.trainer.ppo.core_algos"
 
 @dataclass
 class Case:
-    """One fixture: what was called, on what, and what came out.
+    """Fixture: a function of verl, its settings, inputs and outputs.
 
-    An input that is a string names an entry of the batch; any other input is the value itself.
+    A string among the inputs names an entry of the batch; any other input is a value.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Case:
 def draw_batch(seed: int = SEED) -> dict[str, Tensor]:
     """Draw the batch that all cases share: two groups of four rows, six tokens wide.
 
-    Log-probabilities are of tokens, so none is above zero; the positions after a row's end hold numbers like any
-    other, so that a result that depends on them shows.
+    No log-probability is above zero. The positions after a row's end hold ordinary numbers, so that a result that
+    depends on them is noticed.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (len(LENGTHS), WIDTH)
@@ -92,7 +92,7 @@ def draw_batch(seed: int = SEED) -> dict[str, Tensor]:
 
 
 def check_batch(batch: dict[str, Tensor]) -> None:
-    """Raise unless the batch reaches every branch that the cases are there to record."""
+    """Raise a ``ValueError`` unless the batch reaches every branch that the cases record."""
     mask = batch["response_mask"].bool()
     positive = (batch["advantages"] > 0)[:, None] & mask
     negative = (batch["advantages"] < 0)[:, None] & mask
@@ -123,7 +123,7 @@ def check_batch(batch: dict[str, Tensor]) -> None:
 
 
 def token_rewards(batch: dict[str, Tensor], rewards: Tensor) -> Tensor:
-    """The rewards as verl holds them: on the last token of each row, zero elsewhere."""
+    """Return the rewards as verl stores them: on the last token of each row, zero elsewhere."""
     mask = batch["response_mask"]
     placed = torch.zeros(mask.shape)
     placed[torch.arange(len(mask)), mask.sum(dim=1) - 1] = rewards
@@ -131,7 +131,7 @@ def token_rewards(batch: dict[str, Tensor], rewards: Tensor) -> Tensor:
 
 
 def per_row(values: Tensor, mask: Tensor) -> Tensor:
-    """The one advantage of each row; raises when a row's tokens differ or a position after its end is not zero."""
+    """Return the advantage of each row; raise if a row's tokens differ or a position after its end is not zero."""
     rows = values[:, 0]
     if not torch.equal(values, rows[:, None] * mask):
         raise ValueError("the advantages differ within a row")
@@ -139,7 +139,7 @@ def per_row(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def advantage_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
-    """One case for each estimator and set of rewards."""
+    """Yield a case for each estimator and set of rewards."""
     from verl.trainer.ppo import core_algos
 
     estimators: dict[str, tuple[str, dict[str, Any]]] = {
@@ -172,7 +172,7 @@ def advantage_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
 
 
 def actor_config(settings: dict[str, Any]) -> Any:
-    """An actor configuration of verl with these settings, and otherwise its defaults."""
+    """Return an actor configuration of verl with these settings."""
     from verl.trainer.config import RolloutCorrectionConfig
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
@@ -225,7 +225,7 @@ def loss_case(
 
 
 def loss_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
-    """The registered losses, each with settings at which its clip or its mask binds."""
+    """Yield the registered losses, each with settings at which its clip or its mask is active."""
     mean = {"loss_agg_mode": "token-mean"}
     rows = {"loss_agg_mode": "seq-mean-token-mean"}
     for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
@@ -246,7 +246,7 @@ def loss_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
 
 
 def rollout_weights(batch: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
-    """verl's weights of the old policy over the rollout policy that is far enough from it."""
+    """Return verl's weights of the old policy over a distant rollout policy."""
     from verl.trainer.ppo import rollout_corr_helper
 
     weights, _, _ = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
@@ -259,7 +259,7 @@ def rollout_weights(batch: dict[str, Tensor], settings: dict[str, Any]) -> Tenso
 
 
 def corrected_loss_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
-    """Losses with a correction: decoupled (three policies) and bypass (the rollout policy is the old one)."""
+    """Yield losses with a correction: decoupled (three policies) and bypass (the rollout policy is the old one)."""
     corrections: dict[str, dict[str, Any]] = {
         "token_tis": {"rollout_is": "token", "rollout_is_threshold": 2.0},
         "sequence_tis": {"rollout_is": "sequence", "rollout_is_threshold": 2.0},
@@ -280,7 +280,7 @@ def corrected_loss_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
 
 
 def kl_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
-    """The KL penalties of every token, and the derivative of each by its own log-probability."""
+    """Yield the KL penalties of every token, with their derivatives with respect to its log-probability."""
     from verl.trainer.ppo import core_algos
 
     cases = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k3_far": "low_var_kl"}
@@ -302,7 +302,7 @@ def kl_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON holds it; a zero loses its sign."""
+    """Convert a value for JSON; a zero loses its sign."""
     if isinstance(value, Tensor):
         return plain(value.tolist())
     if isinstance(value, dict):
@@ -313,7 +313,7 @@ def plain(value: Any) -> Any:
 
 
 def as_text(value: Any, indent: int = 0) -> str:
-    """JSON with a line for each key and for each row of a matrix."""
+    """Return JSON with a line for each key and for each row of a matrix."""
     pad = " " * (indent + 2)
     if isinstance(value, dict) and value:
         lines = [f"{pad}{json.dumps(key)}: {as_text(item, indent + 2)}" for key, item in value.items()]

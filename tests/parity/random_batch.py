@@ -1,4 +1,4 @@
-"""A rollout of log-probabilities someone else has seen too."""
+"""Rollouts made of given log-probabilities, and losses with their gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lgrpo.types import RolloutBatch, StepTotals
 
 
 def rollout(behaviour: Tensor, mask: Tensor, advantages: Tensor, group_size: int = 4) -> RolloutBatch:
-    """Completions without prompts: index t of every tensor is the t-th sampled token."""
+    """Return completions without prompts: index t of every tensor is the t-th sampled token."""
     mask = mask.bool()
     tokens, sequences = float(mask.sum()), float(mask.any(1).sum())
     return RolloutBatch(
@@ -41,7 +41,7 @@ def loss_and_gradient(
     proximal: Tensor | None = None,
     reference: Tensor | None = None,
 ) -> tuple[float, Tensor]:
-    """The loss, and its gradient by the policy's log-probabilities."""
+    """Return the loss and its gradient with respect to the policy's log-probabilities."""
     mask = batch.completion_mask
     leaf = policy.clone().requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Our parts against TRL's own loss, called in this process on the same random log-probabilities."""
+"""Parity with TRL's losses, called in this process on the same random log-probabilities."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ B, T = 8, 12
 
 @pytest.fixture(scope="module")
 def numbers() -> dict[str, Tensor]:
-    """Log-probabilities of four policies, far enough apart for every clip to bind."""
+    """Return log-probabilities of four policies, far enough apart that every clip is active."""
     g = torch.Generator().manual_seed(7)
     lengths = torch.tensor([12, 1, 5, 9, 12, 3, 7, 10])
     behaviour = -torch.rand(B, T, generator=g) * 3 - 0.05
@@ -53,7 +53,7 @@ def numbers() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def make_trainer(tmp_path_factory):
-    """TRL's trainers, with a tiny model that is never asked anything."""
+    """Return a function that makes TRL's trainers, with a tiny model that is never called."""
     policy = tiny_policy()
     policy.build()
     folder = tmp_path_factory.mktemp("model")
@@ -83,12 +83,12 @@ def make_trainer(tmp_path_factory):
 
 
 def trl_loss(trainer: Any, numbers: dict[str, Tensor], **inputs: Tensor) -> tuple[float, Tensor]:
-    """TRL's loss and its gradient by the policy's log-probabilities, which are given to it."""
+    """Return TRL's loss and its gradient with respect to the policy's log-probabilities."""
     leaf = numbers["policy"].clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, torch.zeros(B, T), None)
     trainer.current_gradient_accumulation_steps = 1
     mask = numbers["mask"]
-    given = {
+    defaults = {
         "prompt_ids": torch.ones(B, 2, dtype=torch.int64),
         "prompt_mask": torch.ones(B, 2, dtype=torch.int64),
         "completion_ids": torch.ones(B, T, dtype=torch.int64),
@@ -98,7 +98,7 @@ def trl_loss(trainer: Any, numbers: dict[str, Tensor], **inputs: Tensor) -> tupl
         "ref_per_token_logps": numbers["reference"],
     }
     trainer.model.train()
-    loss = trainer._compute_loss(trainer.model, given | inputs)
+    loss = trainer._compute_loss(trainer.model, defaults | inputs)
     loss.backward()
     assert leaf.grad is not None
     return float(loss.detach()), leaf.grad
@@ -131,7 +131,7 @@ CASES: dict[str, tuple[dict[str, Any], ComposedLoss]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_their_gradients(name, numbers, make_trainer):
+def test_losses_and_gradients_equal_trl(name, numbers, make_trainer):
     settings, ours = CASES[name]
     expected, gradient = trl_loss(make_trainer(**settings), numbers, old_per_token_logps=numbers["behaviour"])
     batch = rollout(numbers["behaviour"], numbers["mask"], numbers["advantages"])
@@ -148,8 +148,8 @@ def test_losses_and_their_gradients(name, numbers, make_trainer):
         (MaskedImportance(0.6, 1.5), lambda log: torch.where((log.exp() >= 0.6) & (log.exp() <= 1.5), log.exp(), 0.0)),
     ],
 )
-def test_weights_for_engine_mismatch(weight, ratio, numbers, make_trainer):
-    """TRL multiplies by a ratio it made while sampling; its own old log-probs are our proximal ones."""
+def test_mismatch_weights_equal_trl(weight, ratio, numbers, make_trainer):
+    """TRL multiplies by a ratio from sampling; its old log-probabilities are our proximal ones."""
     trainer = make_trainer(loss_type="dapo")
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
     mismatch = (numbers["proximal"] - numbers["behaviour"]) * numbers["mask"]
@@ -170,11 +170,11 @@ def test_without_old_logprobs_trl_is_our_ratio_over_none(numbers, make_trainer):
     assert abs(value - expected) <= 1e-5
     assert torch.allclose(own, gradient * numbers["mask"], atol=1e-5)
     _, plain = loss_and_gradient(ComposedLoss(gate=NoGate()), batch, numbers["policy"])
-    assert torch.allclose(own, plain, atol=1e-7)  # which is REINFORCE
+    assert torch.allclose(own, plain, atol=1e-7)  # REINFORCE
 
 
-def test_rloo_clips_whole_completions(numbers, make_trainer):
-    """TRL's RLOO has the ratio of a whole completion; our ``rloo.yaml`` has its advantage and clips tokens."""
+def test_rloo_of_trl_clips_whole_completions(numbers, make_trainer):
+    """TRL's RLOO uses the ratio of a whole completion; our ``rloo.yaml`` has its advantage and clips tokens."""
     mask, behaviour = numbers["mask"], numbers["behaviour"]
     policy = behaviour + (numbers["policy"] - behaviour) * 0.2
     trainer = make_trainer(kind="RLOO")

@@ -1,4 +1,4 @@
-"""Our parts against what verl computed, kept in ``verl/*.json``: how that was made and what it means is told there."""
+"""Parity with results of verl in ``verl/*.json``; ``verl/README.md`` describes them."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ ADVANTAGES: dict[str, Advantage] = {
 
 @pytest.mark.parametrize("rewards", ["binary", "real", "constant_group"])
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_advantages(name, rewards):
+def test_advantages_equal_verl(name, rewards):
     expected = torch.tensor(read(f"adv_{name}_{rewards}")["outputs"]["advantages"])
     assert torch.allclose(ADVANTAGES[name](scores(f"rewards_{rewards}")), expected, atol=1e-5)
 
 
-def test_epsilon_inside_the_root_is_another_number():
-    """Mroueh et al. write sqrt(σ² + ε), TRL and verl σ + ε with the unbiased σ: half a per cent, and 15 for G = 4."""
+def test_epsilon_inside_the_root_differs_from_verl():
+    """Mroueh et al. use sqrt(σ² + ε), TRL and verl σ + ε with the unbiased σ: 0.5 % apart, and 15 % for G = 4."""
     theirs = torch.tensor(read("adv_grpo_binary")["outputs"]["advantages"])
     unbiased = ComposedAdvantage(scale=GroupStd(unbiased=True))(scores("rewards_binary"))
     paper = ComposedAdvantage(scale=GroupStd())(scores("rewards_binary"))
-    some = theirs != 0
-    assert 1e-4 < float((unbiased / theirs - 1)[some].abs().max()) < 1e-2
-    assert abs(float((paper / theirs)[some].mean()) - (4 / 3) ** 0.5) < 1e-2
+    is_nonzero = theirs != 0
+    assert 1e-4 < float((unbiased / theirs - 1)[is_nonzero].abs().max()) < 1e-2
+    assert abs(float((paper / theirs)[is_nonzero].mean()) - (4 / 3) ** 0.5) < 1e-2
 
 
-def test_reinforce_plus_plus_whitens_completions_where_verl_whitens_tokens():
+def test_reinforce_plus_plus_whitens_completions_and_verl_tokens():
     ours = ComposedAdvantage(scale=BatchStd())(scores("rewards_real"))
     theirs = torch.tensor(read("adv_reinforce_plus_plus_baseline_real")["outputs"]["advantages"])
     assert not torch.allclose(ours, theirs, atol=1e-2)
@@ -79,7 +79,7 @@ def test_reinforce_plus_plus_whitens_completions_where_verl_whitens_tokens():
     assert torch.allclose(ours, centred / (centred.std() + 1e-6), atol=1e-6)
 
 
-# vanilla: the dual clip is always on in verl; in these cases no ratio reaches its cap
+# vanilla: verl always applies the dual clip; in these cases no ratio reaches its cap
 CLIP = {"low": 0.2, "high": 0.28}
 LOSSES: dict[str, ComposedLoss] = {
     "vanilla_token_mean": ComposedLoss(gate=MinClip(**CLIP)),
@@ -103,7 +103,7 @@ LOSSES: dict[str, ComposedLoss] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_their_gradients(name):
+def test_losses_and_gradients_equal_verl(name):
     case = read(f"loss_{name}")
     inputs = case["inputs"]
     old = tensor(inputs["old_log_prob"])
@@ -116,7 +116,7 @@ def test_losses_and_their_gradients(name):
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl(estimator):
+def test_kl_equals_verl(estimator):
     case = read(f"kl_{estimator}")
     policy = tensor("log_prob").requires_grad_()
     values = kl_divergence(policy, tensor("ref_log_prob"), estimator)
@@ -125,7 +125,7 @@ def test_kl(estimator):
     assert torch.allclose(policy.grad, torch.tensor(case["outputs"]["grad_log_prob"]), atol=1e-5)
 
 
-def test_verl_cuts_k3_at_ten_and_we_do_not():
+def test_verl_limits_k3_to_10_and_lgrpo_does_not():
     theirs = torch.tensor(read("kl_k3_far")["outputs"]["kl"])
     ours = kl_divergence(tensor("log_prob"), tensor("ref_log_prob_far"), "k3")
     assert float(theirs.max()) == 10.0 < float(ours.max())

@@ -1,4 +1,4 @@
-"""Run folders of any size, with numbers and texts of one's own choice."""
+"""Made-up run folders of any size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 
 def settings(**changed: Any) -> dict[str, Any]:
-    """A configuration as a run writes it, shortened; ``data__reuse=2`` changes one of it."""
+    """Return a shortened configuration of a run; ``data__reuse=2`` changes one setting."""
     config: dict[str, Any] = {
         "seed_everything": 0,
         "trainer": {"max_epochs": 4, "max_steps": -1, "log_every_n_steps": 1},
@@ -30,16 +30,16 @@ def settings(**changed: Any) -> dict[str, Any]:
         "weight_sync": {"class_path": "lgrpo.WeightSync", "init_args": {"period": 10}},
     }
     for name, value in changed.items():
-        *way, last = name.split("__")
-        place = config
-        for key in way:
-            place = place[key]
-        place[last] = value
+        *path, last = name.split("__")
+        node = config
+        for key in path:
+            node = node[key]
+        node[last] = value
     return config
 
 
 def metrics(steps: int, period: int = 10, every: int = 25, seed: int = 0) -> list[dict[str, float]]:
-    """Rows as the module logs them: one for each step, and one for each validation."""
+    """Return rows as the module logs them: one for each step, and one for each validation."""
     draw = random.Random(seed)
     rows: list[dict[str, float]] = []
     for step in range(steps):
@@ -79,7 +79,7 @@ def metrics(steps: int, period: int = 10, every: int = 25, seed: int = 0) -> lis
 
 
 def completions(rollouts: int, group_size: int = 8, period: int = 10, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows as ``RolloutLog`` writes them."""
+    """Return rows as ``RolloutLog`` writes them."""
     draw = random.Random(seed)
     rows = []
     for rollout in range(rollouts):
@@ -111,7 +111,7 @@ def write_run(
     table: list[dict[str, Any]] | None = None,
     period: int = 10,
 ) -> Path:
-    """A run folder with these metrics and completions."""
+    """Write a run folder with these metrics and completions, and return its path."""
     rows = metrics(100) if rows is None else rows
     table = completions(40) if table is None else table
     file = folder / "metrics" / "version_0" / "metrics.csv"

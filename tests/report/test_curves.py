@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""The PNG of a run's curves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lgrpo.report import draw_curves
 
 @pytest.fixture
 def backend():
-    """Some backend that is not the one pictures are drawn with, as a notebook has."""
+    """Matplotlib backend other than the one that draws the PNG, as in a notebook."""
     before = matplotlib.get_backend()
     plt.switch_backend("svg")
     yield "svg"
     plt.switch_backend(before)
 
 
-def test_a_notebook_goes_on_showing_its_figures(backend, tmp_path):
+def test_draw_curves_leaves_the_backend_unchanged(backend, tmp_path):
     draw_curves({"rollout/reward": [(0, 0.1), (1, 0.4)], "train/lag": [(0, 0.0), (1, 1.0)]}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert matplotlib.get_backend() == backend

@@ -1,4 +1,4 @@
-"""The page of a run as a browser shows it: its numbers, its filters, and nothing a run wrote runs."""
+"""The page of a run in a browser: its values, its filters, and that no text of a run is executed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = needs_chromium
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 EVERY_CURVE = """
-[...pageCharts.values()].flatMap(({plot, lines}) => lines.map((line) => {
-  const points = plot.data[0].map((x, i) => [x, plot.data[line.at][i]]);
-  return [line.run.name, line.metric, points.filter(([x, y]) => y !== null && y !== undefined)];
+[...pageCharts.values()].flatMap(({plot, curves}) => curves.map((curve) => {
+  const points = plot.data[0].map((x, i) => [x, plot.data[curve.column][i]]);
+  return [curve.run.name, curve.metric, points.filter(([x, y]) => y !== null && y !== undefined)];
 }))
 """
 HOSTILE = [
@@ -53,14 +53,14 @@ def page(run):
 
 
 def show_all(browser):
-    """Every chart is drawn once it comes into view."""
+    """Bring every chart into view: a chart is drawn when it becomes visible."""
     browser.resize(1280, 12_000)
     until(lambda: browser.eval("document.querySelectorAll('.plot:empty').length === 0"), "every chart")
     browser.resize(1280)
 
 
 def logged(run):
-    """The CSV, read by other means than the page's own."""
+    """Read the CSV independently of ``lgrpo.report``."""
     values = {}
     with next(run.glob("metrics/version_0/metrics.csv")).open(newline="") as file:
         for row in csv.DictReader(file):
@@ -83,20 +83,20 @@ def text(browser, selector):
 
 
 class TestNumbers:
-    def test_every_curve_is_the_csv(self, browser, run, page):
+    def test_every_curve_has_the_values_of_the_csv(self, browser, run, page):
         browser.open(page)
         show_all(browser)
         drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
         smoothed = drawn.pop("rollout/reward (smoothed)")
         expected = logged(run)
         bands = {name for name in expected if name.endswith("_stderr")}
-        still = text(browser, "body")
+        body = text(browser, "body")
         constant = {name for name, points in expected.items() if len({value for _, value in points}) == 1} - bands
         assert constant == {"rollout/zero_variance_fraction", "time/score", "time/wait", "time/update"} | {
-            f"time/{who}_idle_share" for who in ("trainer", "engine")
+            f"time/{part}_idle_share" for part in ("trainer", "engine")
         }
-        told = {name for name in constant if f"{name} " in still}
-        assert set(drawn) | told == set(expected) - bands
+        listed = {name for name in constant if f"{name} " in body}
+        assert set(drawn) | listed == set(expected) - bands
         for name, points in drawn.items():
             assert [x for x, _ in points] == [x for x, _ in expected[name]], name
             assert [y for _, y in points] == pytest.approx([y for _, y in expected[name]], rel=1e-5, abs=1e-9), name
@@ -109,13 +109,13 @@ class TestNumbers:
         browser.open(page)
         show_all(browser)
         upper, middle = browser.eval(
-            "(({plot, lines}) => { const l = lines.find((l) => l.metric === 'val/pass@8');"
-            "return [plot.data[l.at + 1][0], plot.data[l.at][0]]; })"
+            "(({plot, curves}) => { const c = curves.find((c) => c.metric === 'val/pass@8');"
+            "return [plot.data[c.column + 1][0], plot.data[c.column][0]]; })"
             "(pageCharts.get('Learning / pass@k, held-out problems'))"
         )
         assert upper - middle == pytest.approx(1.96 * 0.03)
 
-    def test_the_tiles(self, browser, run, page):
+    def test_tiles(self, browser, run, page):
         browser.open(page)
         shown = text(browser, "#tiles")
         scores = [value for _, value in logged(run)["val/pass@1"]]
@@ -128,7 +128,7 @@ class TestNumbers:
         assert "sync 50 ms" in text(browser, "#stages")
         assert "update 2.0 s" in text(browser, "#stages")
 
-    def test_the_legend_follows_the_cursor(self, browser, run, page):
+    def test_legend_follows_the_cursor(self, browser, run, page):
         browser.open(page)
         show_all(browser)
         browser.eval(
@@ -139,8 +139,8 @@ class TestNumbers:
         until(lambda: "at step 37" in text(browser, ".chart .legend"), "the legend")
         assert f"each rollout {value:.4f}".rstrip("0") in text(browser, ".chart .legend")
 
-    def test_against_training_time(self, browser, page):
-        """3.5 s of waiting and 2 s of updating a step."""
+    def test_curves_by_training_time(self, browser, page):
+        """Each step takes 3.5 s of waiting and 2 s of updating."""
         browser.open(page, "x=time")
         show_all(browser)
         drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
@@ -155,7 +155,7 @@ class TestNumbers:
         assert browser.eval(ends)[0] == [0, 99]
         assert browser.eval("location.hash") == ""
 
-    def test_dragging_zooms_every_chart_and_a_double_click_ends_it(self, browser, page):
+    def test_dragging_zooms_every_chart_and_a_double_click_zooms_out(self, browser, page):
         browser.open(page)
         show_all(browser)
         left, top = browser.eval(
@@ -177,9 +177,9 @@ class TestNumbers:
         assert browser.errors == []
 
     def test_a_real_run(self, browser, tmp_path):
-        """Through the commands a user types."""
+        """Use the commands that a user types."""
         short = ["--data.num_rollouts=6", "--trainer.max_epochs=2", "--data.evaluation.num_problems=16"]
-        log = ["--trainer.callbacks.every=2"]  # of the last one, the RolloutLog
+        log = ["--trainer.callbacks.every=2"]  # of the last callback, RolloutLog
         run = tmp_path / "real"
         main(["fit", f"--config={TINY}", f"--run={run}", *short, *log, "--weight_sync.period=4"])
         main(["report", str(run)])
@@ -229,13 +229,13 @@ class TestTable:
             assert line.split("\t")[0] == str(row["rollout"])
             assert row["completion"] in line
 
-    def test_a_filter_that_is_none_is_marked_and_hides_nothing(self, browser, page):
+    def test_an_invalid_filter_is_marked_and_hides_nothing(self, browser, page):
         browser.open(page)
         browser.set("#filter-reward", "good")
         assert browser.eval("document.querySelector('#filter-reward').classList.contains('bad')")
         assert counted(browser) == "320 rows"
 
-    def test_sorting_turning_pages_siblings(self, browser, page):
+    def test_sorting_paging_and_siblings(self, browser, page):
         browser.open(page)
         browser.eval("document.querySelectorAll('#completions th button')[4].click()")
         advantages = [float(line.split("\t")[4].replace("−", "-").rstrip(" ∅")) for line in rows(browser)]
@@ -252,7 +252,7 @@ class TestTable:
         assert counted(browser) == "320 rows"
 
     def test_a_live_page_keeps_its_filter(self, browser, tmp_path):
-        """The command writes the page again as the run goes on; the open page follows."""
+        """The command rewrites the page while the run continues; the open page reloads."""
         run = write_run(tmp_path / "live", rows=metrics(40), table=completions(10))
         command = [str(Path(sys.executable).parent / "lgrpo"), "report", str(run), "--watch", "1"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -266,20 +266,20 @@ class TestTable:
             with (run / "completions.jsonl").open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in completions(20)[80:])
             right = sum(row["reward"] for row in completions(20))
-            until(lambda: counted(browser) == f"{right:.0f} of 160 rows", "the page to follow", 120)
+            until(lambda: counted(browser) == f"{right:.0f} of 160 rows", "the page to reload", 120)
             assert browser.eval("document.querySelector('#filter-reward').value") == ">0.5"
             assert "40of 100; last written" in text(browser, "#tiles")
         finally:
             process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=60)[0]
+            output = process.communicate(timeout=60)[0]
         assert process.returncode == 0
-        assert "Written again every 1 s" in said
+        assert "written again every 1 s" in output
         browser.open(page)
-        assert "live" not in text(browser, ".brand"), "the last page stands still"
+        assert "live" not in text(browser, ".brand"), "the last page does not reload"
 
 
 class TestHostile:
-    def test_nothing_of_a_run_is_executed_or_loaded(self, browser, tmp_path):
+    def test_text_of_a_run_is_neither_executed_nor_loaded(self, browser, tmp_path):
         table = completions(len(HOSTILE), group_size=2)
         for row in table:
             row["prompt"] = row["completion"] = HOSTILE[row["rollout"]]
@@ -314,7 +314,7 @@ class TestHostile:
         assert HOSTILE[0] in text(browser, "#settings")
         assert browser.eval("document.querySelectorAll('main img, main script, main svg, main b img').length") == 0
 
-    def test_the_policy_of_the_page_stops_a_script_that_got_in(self, browser, page):
+    def test_the_content_security_policy_blocks_an_inserted_script(self, browser, page):
         browser.open(page)
         browser.eval(
             "(() => { const s = document.createElement('script'); s.textContent = 'window.hacked = 9';"
@@ -326,7 +326,7 @@ class TestHostile:
 
 class TestBroken:
     def test_a_run_that_crashed(self, browser, tmp_path):
-        """Half a number is not a number, half a line no row."""
+        """Incomplete lines are left out and counted in a note."""
         run = write_run(tmp_path / "crashed", rows=metrics(40), table=completions(5))
         file = run / "metrics" / "version_0" / "metrics.csv"
         lines = file.read_text().splitlines()
@@ -341,14 +341,14 @@ class TestBroken:
         drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
         assert drawn["train/loss"][-1][0] == 38
         assert counted(browser) == "40 rows"
-        told = text(browser, "#notes")
-        assert "metrics/version_0/metrics.csv has a line cut short or garbled" in told
-        assert "completions.jsonl has a line cut short" in told
-        assert "syncs.jsonl has 2 lines cut short" in told
+        notes = text(browser, "#notes")
+        assert "metrics/version_0/metrics.csv has a line that cannot be read" in notes
+        assert "completions.jsonl has a line that cannot be read" in notes
+        assert "syncs.jsonl has 2 lines that cannot be read" in notes
         assert "39of 100; last written just now" in text(browser, "#tiles")
         assert browser.errors == []
 
-    def test_a_folder_with_metrics_alone(self, browser, tmp_path):
+    def test_a_folder_with_only_metrics(self, browser, tmp_path):
         run = write_run(
             tmp_path / "bare", rows=[{"step": 0, "train/loss": float("nan")}, {"step": 1, "train/loss": 0.5}]
         )
@@ -356,10 +356,10 @@ class TestBroken:
             (run / name).unlink()
         write_page([run], run / "report.html")
         browser.open(run / "report.html")
-        told = text(browser, "#notes")
-        assert "train/loss is not finite at 1 of 2 steps, first at step 0" in told
-        assert "no config.yaml" in told
-        assert "no completions were written" in told
+        notes = text(browser, "#notes")
+        assert "train/loss is not finite at 1 of 2 steps, first at step 0" in notes
+        assert "no config.yaml" in notes
+        assert "no completions were written" in notes
         assert browser.errors == []
 
     def test_only_a_header(self, browser, tmp_path):
@@ -378,7 +378,7 @@ class TestLarge:
         run = write_run(
             tmp_path / "large", rows=rows_, table=completions(1500), config=settings(data__num_rollouts=1500)
         )
-        write_page([run], run / "report.html", most_completions=6000)
+        write_page([run], run / "report.html", max_completions=6000)
         assert (run / "report.html").stat().st_size < 2e6
         browser.open(run / "report.html")
         show_all(browser)
@@ -386,8 +386,8 @@ class TestLarge:
         assert all(len(points) <= 1500 for points in drawn.values())
         assert [step, 77] in drawn["train/loss"]
         assert [x for x, _ in drawn["train/loss"]][::1499] == [0, 5999]
-        assert "Curves of up to 6,000 points are drawn by at most 1,500 of them" in text(browser, "#thinned")
-        assert "6,000 of the 12,000 completions on disk, in whole rollouts" in text(browser, "main")
+        assert "Curves of up to 6,000 points are downsampled to at most 1,500:" in text(browser, "#downsampled")
+        assert "6,000 of the 12,000 completions on disk: whole rollouts" in text(browser, "main")
         assert counted(browser) == "6,000 rows"
         assert len(rows(browser)) == 20
         browser.set("#filter-rollout", "1499")
@@ -405,7 +405,7 @@ class TestSeveral:
         write_page([root / "a", root / "b"], root / "report.html")
         return root
 
-    def test_side_by_side(self, browser, both):
+    def test_curves_and_summary_of_both(self, browser, both):
         browser.open(both / "report.html")
         show_all(browser)
         drawn = {(run, metric): points for run, metric, points in browser.eval(EVERY_CURVE)}
@@ -420,7 +420,7 @@ class TestSeveral:
         assert "Arithmetic" in summary[1]
         assert browser.errors == []
 
-    def test_what_differs_between_them(self, browser, both):
+    def test_settings_that_differ(self, browser, both):
         browser.open(both / "report.html")
         lines = "[...document.querySelectorAll('#settings tbody tr')].map((row) => row.innerText)"
         assert browser.eval(lines) == [
@@ -433,14 +433,14 @@ class TestSeveral:
         browser.set("#find-setting", "group_size")
         assert browser.eval(lines) == ["data.group_size\t8\t8"]
 
-    def test_one_is_hidden(self, browser, both):
+    def test_hiding_a_run(self, browser, both):
         browser.open(both / "report.html")
         assert counted(browser) == "640 rows"
         browser.eval("document.querySelector('.chip').click()")
         assert counted(browser) == "320 of 640 rows"
         assert {run for run, _, _ in browser.eval(EVERY_CURVE)} == {"b"}
 
-    def test_another_metric_of_a_chart(self, browser, both):
+    def test_choosing_another_metric_of_a_chart(self, browser, both):
         browser.open(both / "report.html")
         browser.eval("[...document.querySelectorAll('.choose button')].find((b) => b.innerText === 'pass@8').click()")
         assert ("a", "val/pass@8") in {(run, metric) for run, metric, _ in browser.eval(EVERY_CURVE)}
@@ -448,8 +448,8 @@ class TestSeveral:
 
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits(browser, page, width, scheme):
-    """Nothing sticks out to the side, and the page follows the system's theme."""
+def test_page_fits_its_width(browser, page, width, scheme):
+    """Nothing exceeds the width of the window, and the page follows the system's theme."""
     browser.scheme(scheme)
     browser.open(page)
     browser.resize(width)

@@ -1,4 +1,4 @@
-"""Rewards that go wrong in every way a reward can."""
+"""Rewards that fail in every way a reward can."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lgrpo.types import Completion, Prompt
 
 
 class Hostile(Reward):
-    """Does what the completion says; else the score is its length."""
+    """Does what the completion says; any other completion is scored by its length."""
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         scores = super().__call__(prompts, completions)
@@ -71,9 +71,9 @@ class Hostile(Reward):
 
 
 class HostileByDigit(Hostile):
-    """Goes wrong as a completion's first digit says; else the score is its length."""
+    """Fails as the first digit of a completion says; any other completion is scored by its length."""
 
-    WAYS: ClassVar = {
+    FAILURES: ClassVar = {
         "0": ("hang", "timeouts"),
         "1": ("segfault", "crashes"),
         "2": ("allocate", "memory"),
@@ -84,12 +84,12 @@ class HostileByDigit(Hostile):
     }
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-        way, _ = self.WAYS.get(completions[0].text[:1], (completions[0].text, None))
-        return super().__call__(prompts, [replace(completions[0], text=way)])
+        text, _ = self.FAILURES.get(completions[0].text[:1], (completions[0].text, None))
+        return super().__call__(prompts, [replace(completions[0], text=text)])
 
 
 class Siblings(BatchReward):
-    """How many siblings it was shown; not all of them are good to look at."""
+    """Number of siblings it receives; raises for a completion that says so."""
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         if any(completion.text == "raise" for completion in completions):
@@ -98,7 +98,7 @@ class Siblings(BatchReward):
 
 
 class Waiting(AsyncReward):
-    """Waits; one kind of completion for ever, another without letting the others on."""
+    """Sleeps before it scores; hangs, blocks the event loop or raises for completions that say so."""
 
     concurrency = 16
 
@@ -123,7 +123,7 @@ class Waiting(AsyncReward):
 
 
 class Hoarding(Reward):
-    """Keeps something of every completion."""
+    """Keeps 64 MiB for every completion."""
 
     def __init__(self) -> None:
         self.hoard: list[bytearray] = []
@@ -134,7 +134,7 @@ class Hoarding(Reward):
 
 
 class Fussy(Reward):
-    """Will not read a seven."""
+    """Raises for a completion that contains a seven."""
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         if "7" in completion.text:

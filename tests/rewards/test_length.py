@@ -1,4 +1,4 @@
-"""Rewards of how short an answer is."""
+"""Rewards for short completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lgrpo.rewards.length import CompletionLength, Shortest
 
 
 def score(reward, *texts, answer="1"):
-    """As many tokens as characters."""
+    """Score completions with one token per character."""
     prompts = [Prompt(text="", token_ids=[1], row={"answer": answer}, position=0)] * len(texts)
     completions = [
         Completion(
@@ -21,28 +21,28 @@ def score(reward, *texts, answer="1"):
     return list(reward(prompts, completions))
 
 
-def test_a_straight_line_from_the_target():
+def test_reward_falls_linearly_beyond_the_target():
     texts = ["x" * length for length in (0, 3, 4, 5, 7, 8, 50)]
     assert score(CompletionLength(target=4, width=4), *texts) == [1, 1, 1, 0.75, 0.25, 0, 0]
 
 
-def test_among_right_answers_the_shorter_gains():
+def test_shorter_right_answers_gain():
     """½ - (length - shortest) / (longest - shortest), with lengths 1, 3, 5; all are right."""
     assert score(Shortest(ExactMatch()), "1", " 1 ", "  1  ") == [1.5, 1.0, 0.5]
     assert score(Shortest(ExactMatch(), weight=0.2), "1", " 1 ", "  1  ") == pytest.approx([1.1, 1.0, 0.9])
 
 
-def test_a_wrong_answer_gains_nothing_and_may_lose():
+def test_wrong_answers_can_lose_but_not_gain():
     assert score(Shortest(ExactMatch()), "2", " 1 ", "  2  ") == [0.0, 1.0, -0.5]
 
 
-def test_equal_lengths():
+def test_equal_lengths_change_nothing():
     assert score(Shortest(ExactMatch()), "1", "2") == [1.0, 0.0]
     assert score(Shortest(ExactMatch()), "1") == [1.0]
     assert score(Shortest(ExactMatch())) == []
 
 
-def test_what_it_passes_on():
+def test_shortest_delegates_to_its_reward():
     assert Shortest(ExactMatch("gold")).required_fields() == {"gold"}
     copy = Shortest(ExactMatch(), weight=2.0).map_leaves(lambda reward: ExactMatch("other"))
     assert (copy.weight, copy.required_fields()) == (2.0, {"other"})
@@ -56,6 +56,6 @@ def test_what_it_passes_on():
         (lambda: Shortest(ExactMatch(), weight=0), "weight is 0"),
     ],
 )
-def test_bad_settings(make, message):
+def test_bad_settings_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()

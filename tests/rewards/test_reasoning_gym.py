@@ -1,4 +1,4 @@
-"""reasoning-gym's own scores."""
+"""Scores of reasoning-gym's generators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def first(name, **config):
     return generator(name, config, seed=1, size=1)[0]
 
 
-def test_the_last_tagged_answer_or_the_whole_text():
+def test_answer_is_the_last_tagged_one_or_the_whole_text():
     reward, row = ReasoningGymScore(), first("chain_sum")
     answer = row["answer"]
     assert score(reward, row, answer) == score(reward, row, f" {answer}\n") == 1.0
@@ -33,8 +33,8 @@ def test_the_last_tagged_answer_or_the_whole_text():
     assert reward.final_answer(" \n") is None
 
 
-def test_a_rule_without_one_right_answer():
-    """A puzzle with many solutions: any that holds is right, and the row holds none of them."""
+def test_every_valid_solution_is_right():
+    """A puzzle with many solutions, whose row has no answer."""
     row = first("graph_color", min_num_vertices=3, max_num_vertices=3, edge_probability=0.9)
     assert row["answer"] is None
     colours = "{" + ", ".join(f'"{v}": {v + 1}' for v in range(3)) + "}"
@@ -43,34 +43,34 @@ def test_a_rule_without_one_right_answer():
     assert score(ReasoningGymScore(), row, "I do not know") < 1.0
 
 
-def test_a_text_that_the_rule_chokes_on_gets_nothing():
+def test_answer_that_raises_an_error_scores_0():
     row = first("chain_sum")
     broken = {**row, "answer": 3}
     assert score(ReasoningGymScore(), broken, "<answer>4</answer>") == 0.0
 
 
-def test_names():
+def test_unknown_generators_are_rejected():
     pytest.importorskip("reasoning_gym")
     row = first("chain_sum")
     with pytest.raises(ValueError, match="names no generator"):
         ReasoningGymScore().check_row({"metadata": {}})
-    with pytest.raises(ValueError, match=r"no generator 'chainsum'; close to it are .*'chain_sum'"):
+    with pytest.raises(ValueError, match=r"no generator 'chainsum'; similar names: .*'chain_sum'"):
         ReasoningGymScore().check_row({"metadata": {"source_dataset": "chainsum"}})
     with pytest.raises(ValueError, match="no generator 'chainsum'"):
         ReasoningGymScore("chainsum")
-    with pytest.raises(ValueError, match="say which, by name"):
+    with pytest.raises(ValueError, match="set its name, too"):
         ReasoningGymScore(config={"max_terms": 3})
     ReasoningGymScore().check_row(row)
     assert score(ReasoningGymScore("chain_sum"), {**row, "metadata": {}}, row["answer"]) == 1.0
 
 
-def test_it_travels_to_a_worker():
+def test_reward_can_be_pickled():
     reward, row = ReasoningGymScore(), first("chain_sum")
     reward.check_row(row)
     assert score(dill.loads(dill.dumps(reward)), row, row["answer"]) == 1.0
 
 
-def test_without_the_package(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lgrpo\[gym\]'"):
         ReasoningGymScore("chain_sum")

@@ -1,4 +1,4 @@
-"""What each reward accepts and refuses, on answers as models write them."""
+"""Scores of each reward for completions as models write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lgrpo import Completion, Prompt
-from lgrpo.cli import LGRPOCLI
+from lgrpo.commands.fit import LGRPOCLI
 from lgrpo.rewards import (
     CountdownEquation,
     ExactMatch,
@@ -41,13 +41,13 @@ def score(reward, text, **row):
         ("I try 53 - 29.\nThat leaves 24.\n\n53 - 29 + 21", 1),
         ("<think>53*21?</think><answer>21 + (53 - 29)</answer> done", 1),
         ("<answer>1</answer><answer>21 + 53 - 29</answer>", 1),
-        ("53 + 21 - 29 = 46", 1),  # what stands behind the sign of equality is not asked for
-        ("53 + 21", 0),  # not every number
-        ("53 + 21 - 29 + 0", 0),  # one too many
+        ("53 + 21 - 29 = 46", 1),  # the part after the equals sign is ignored
+        ("53 + 21", 0),  # a number is missing
+        ("53 + 21 - 29 + 0", 0),  # one number too many
         ("53 + 21 - 29 - 29 + 29", 0),
         ("45", 0),
         ("53 + 21 - 29.0", 0),
-        ("-29 + 53 + 21", 0),  # a sign is no operation
+        ("-29 + 53 + 21", 0),  # a unary minus is not allowed
         ("53 // 21 - 29", 0),
         ("29 ** 21 ** 53", 0),
         ("53 + 21 / 0 - 29", 0),
@@ -58,7 +58,7 @@ def score(reward, text, **row):
         ("True + 53", 0),
     ],
 )
-def test_countdown(text, expected):
+def test_countdown_scores_equations(text, expected):
     assert score(CountdownEquation(), text, nums=[29, 21, 53], target=45) == expected
 
 
@@ -86,12 +86,12 @@ def test_countdown_is_exact_and_gives_partial_credit():
         ("5", "no idea", 0),
     ],
 )
-def test_math_verify(gold, text, expected):
+def test_math_verify_compares_values(gold, text, expected):
     assert score(MathVerify(), text, answer=gold) == expected
 
 
 def test_math_verify_takes_the_last_box():
-    """Of several boxes the library takes whichever it can read."""
+    """The library would take any of several boxes that it can read."""
     right = "So \\boxed{49}."
     assert score(MathVerify(), right, answer="49") == 1
     assert score(MathVerify(), right + "\nThe answer is \\boxed{\\text{(B)}}", answer="49") == 0
@@ -101,7 +101,7 @@ def test_math_verify_takes_the_last_box():
 
 
 def test_math_verify_works_in_a_thread_and_in_a_worker():
-    """Where generation overlaps training, scoring runs in a thread, in which the library's own alarm would fail."""
+    """With generation ahead of training, scoring runs in a thread, where the library's timeout would fail."""
     found = []
     thread = threading.Thread(target=lambda: found.append(score(MathVerify(), r"\boxed{7}", answer="7")))
     thread.start()
@@ -112,20 +112,20 @@ def test_math_verify_works_in_a_thread_and_in_a_worker():
     isolated.close()
 
 
-def test_a_gold_answer_that_cannot_be_parsed():
-    with pytest.raises(ValueError, match="is no mathematics: ''"):
+def test_unreadable_gold_answer_raises_an_error():
+    with pytest.raises(ValueError, match="is not mathematics: ''"):
         score(MathVerify(), "5", answer="")
     with pytest.raises(ValueError, match="holds no number"):
         score(NumericMatch(), "5", answer="five")
 
 
-def test_math_verify_is_not_installed(monkeypatch):
+def test_missing_math_verify_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lgrpo\[math\]'"):
         MathVerify()
 
 
-def test_form():
+def test_format_rewards_match_the_whole_pattern():
     tags = TagFormat()
     assert score(tags, "<think>\nhm\n</think>\n<answer>5</answer>") == 1
     for text in ("<answer>5</answer>", "<think>a</think><think>b</think><answer>5</answer>", "<think>a</think> 5", ""):
@@ -134,11 +134,11 @@ def test_form():
     assert score(TagFormat(["a.b"]), "<axb>x</axb>") == 0
     assert score(RegexMatch(r"\d+$"), "it is 12") == 1
     assert score(RegexMatch(r"\d+", whole=True), "it is 12") == 0
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="is not a regular expression"):
         RegexMatch("(")
 
 
-def test_a_function_by_its_import_path(tmp_path, monkeypatch):
+def test_function_is_found_by_its_import_path(tmp_path, monkeypatch):
     (tmp_path / "graders.py").write_text("def half(text, row):\n    return row['weight'] * len(text) / 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert score(FunctionReward("graders.half"), "abcd", weight=3) == 6
@@ -147,7 +147,7 @@ def test_a_function_by_its_import_path(tmp_path, monkeypatch):
             FunctionReward(path)
 
 
-def test_a_weighted_sum_logs_each_by_its_name():
+def test_weighted_sum_logs_each_reward_by_its_name():
     reward = WeightedSum({"low": LowDigits(), "form": RegexMatch("0")}, {"form": 0.5})
     run = fit(rollouts=2, data={"task": SortDigits(num_digits=2, num_held_out=20, reward=reward)})
     for batch, row in zip(run.recorder.rollouts, run.logged, strict=True):
@@ -155,7 +155,7 @@ def test_a_weighted_sum_logs_each_by_its_name():
         assert row["reward/low_std"] > 0
     ahead = fit(v=2, rollouts=2, data={"task": SortDigits(2, num_held_out=20, reward=reward), "generate_ahead": True})
     cycle = sum(float(batch.rewards.mean()) for batch in ahead.recorder.rollouts) / 2
-    for row in ahead.logged:  # of rollouts sampled together, the mean over all of them
+    for row in ahead.logged:  # the mean over all rollouts that were sampled together
         assert abs(row["reward/low"] + 0.5 * row["reward/form"] - cycle) < 1e-5
     assert reward.required_fields() == set()
     assert WeightedSum({"a": ExactMatch("x"), "b": ExactMatch("y")}).required_fields() == {"x", "y"}
@@ -165,7 +165,7 @@ def test_a_weighted_sum_logs_each_by_its_name():
         WeightedSum({})
 
 
-def test_rewards_inside_rewards_from_yaml(tmp_path):
+def test_nested_rewards_are_built_from_yaml(tmp_path):
     (tmp_path / "overlay.yaml").write_text("""
 data:
   task:

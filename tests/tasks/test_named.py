@@ -1,4 +1,4 @@
-"""The sets that papers use: rows as the hub has them, and rows with their parts already apart."""
+"""Named datasets: rows with the fields of the hub, and rows with separate fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def score(task: Task, row, text: str) -> float:
     return task.reward([Prompt(token_ids=[1], text="", row=row, position=0)], [completion])[0]
 
 
-def test_gsm8k(tmp_path):
+def test_gsm8k_separates_solution_and_answer(tmp_path):
     hub = {"question": "6 boxes of 250?", "answer": "Each has 250.\nIn all 6*250=<<6*250=1500>>1500.\n#### 1,500"}
     apart = {"question": "6 boxes of 250?", "answer": "1500", "solution": "Each has 250.\nIn all 6*250=1500."}
     task = GSM8K(train=write(tmp_path / "hub.jsonl", [hub]), validation=write(tmp_path / "own.jsonl", [apart]))
@@ -35,7 +35,7 @@ def test_gsm8k(tmp_path):
     assert GSM8K(train=[{"question": "?", "answer": "-3 #### -3"}]).rows("train")[0]["answer"] == "-3"
 
 
-def test_math():
+def test_math_reads_the_answer_from_the_box():
     solution = r"Since $x=\boxed{2}$, the answer is $\boxed{\frac{1}{2^{3}}}$."
     hub = {"problem": "What is $x$?", "solution": solution, "level": "Level 5", "type": "Algebra"}
     (row,) = MATH(train=[hub]).rows("train")
@@ -49,7 +49,7 @@ def test_math():
     assert MATH(train=[apart], answer_from_solution=True).rows("train") == [{**apart, "answer": "4"}]
 
 
-def test_math_boxes_that_are_odd():
+def test_math_reads_boxes_without_braces_and_rejects_missing_ones():
     def answers(*solutions):
         rows = MATH(train=[{"problem": "?", "solution": s} for s in solutions]).rows("train")
         return [row["answer"] for row in rows]
@@ -66,7 +66,7 @@ def test_math_boxes_that_are_odd():
 
 
 @pytest.mark.parametrize("name", [MATH500, AIME24])
-def test_sets_to_validate_on(name, tmp_path):
+def test_validation_sets_have_no_training_rows_by_default(name, tmp_path):
     path = write(tmp_path / "test.jsonl", [{"problem": "?", "answer": "204", "solution": "…"}])
     assert [(row["question"], row["answer"]) for row in name(path).rows("validation")] == [("?", "204")]
     with pytest.raises(ValueError, match=f"{name.__name__} has no training set"):
@@ -74,7 +74,7 @@ def test_sets_to_validate_on(name, tmp_path):
     assert len(name(path, train=path).rows("train")) == 1
 
 
-def test_deepscaler_leaves_out_what_it_is_tested_on(tmp_path):
+def test_deepscaler_leaves_out_excluded_problems(tmp_path):
     test = [{"problem": "Find  $x+1$.", "answer": "1", "solution": ""}]
     train = [{"problem": f"Find $x+{i}$", "answer": "1", "solution": ""} for i in range(5)]
     path = write(tmp_path / "test.jsonl", test)
@@ -89,7 +89,7 @@ def test_deepscaler_leaves_out_what_it_is_tested_on(tmp_path):
         DeepScaleR(train=train, exclude=write(tmp_path / "other.jsonl", [{"text": "?"}])).rows("train")
 
 
-def test_countdown():
+def test_countdown_holds_out_rows_and_scores_equations():
     rows = [{"nums": [44, 19, 35], "target": 98 + i} for i in range(5)]
     task = Countdown(train=rows, num_held_out=2)
     assert (len(task.rows("train")), len(task.rows("validation"))) == (3, 2)
@@ -103,7 +103,7 @@ def test_countdown():
         Countdown(train=[{"nums": "1, 2", "target": 3}], num_held_out=0).rows("train")
 
 
-def test_countdown_made_on_the_spot():
+def test_generated_countdown_is_solvable_and_reproducible():
     task = GeneratedCountdown(num_train=300, num_validation=50, seed=3)
     train, validation = task.rows("train"), task.rows("validation")
     assert (len(train), len(validation)) == (300, 50)
@@ -125,8 +125,8 @@ def test_countdown_made_on_the_spot():
 
 
 @pytest.mark.parametrize("name", [GSM8K, MATH, MATH500, AIME24, DeepScaleR, Countdown])
-def test_named_tasks_by_class_path(name, tmp_path):
-    """Settings of their own and those they share, a template changed in part, another reward."""
+def test_named_tasks_are_built_by_class_path(name, tmp_path):
+    """With their own and common settings, a partly changed template and another reward."""
     row = {"question": "?", "problem": "?", "answer": "1", "solution": r"\boxed{1}", "nums": [1], "target": 1}
     path = write(tmp_path / "a.jsonl", [row] * 4)
     parser = ArgumentParser()
@@ -152,7 +152,7 @@ def test_named_tasks_by_class_path(name, tmp_path):
     )
 
 
-def test_default_rewards():
+def test_named_tasks_have_default_rewards():
     row = {"question": "?", "answer": "1", "nums": [1], "target": 1}
     rewards = {GSM8K: NumericMatch, MATH: MathVerify, DeepScaleR: MathVerify, Countdown: CountdownEquation}
     rewards |= {MATH500: MathVerify, AIME24: MathVerify}

@@ -1,4 +1,4 @@
-"""Rows out of files, folders, lists and the hub; and what is said when they are broken."""
+"""Rows of files, folders, lists and the hub, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(path: Path, data: str | bytes) -> str:
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:
-    """The rows in the format of the file's ending."""
+    """Write rows in the format of the file's suffix."""
     if path.suffix == ".parquet":
         Dataset.from_list(rows).to_parquet(str(path))
     elif path.name.endswith(".csv"):
@@ -55,14 +55,14 @@ def streamed(train: str | list, **settings) -> list[dict]:
 
 @pytest.mark.parametrize("read", [rows_of, streamed])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "lines.json"])
-def test_every_format_gives_the_rows_as_they_are(name, read, tmp_path):
+def test_every_format_preserves_the_rows(name, read, tmp_path):
     path = write(tmp_path / name, lines(*ROWS)) if name == "lines.json" else write_rows(tmp_path / name, ROWS)
     assert read(path) == ROWS
 
 
 @pytest.mark.parametrize("read", [rows_of, streamed])
-def test_csv_stays_text(read, tmp_path):
-    """What ``load_dataset`` would turn into numbers, dates and nothing."""
+def test_csv_cells_stay_strings(read, tmp_path):
+    """``load_dataset`` would turn them into numbers, dates and None."""
     path = write(tmp_path / "a.csv", 'question,answer\n"1, then\n2",007\nwho?,None\n\nwhen?,2020-01-01\n')
     assert read(path) == [
         {"question": "1, then\n2", "answer": "007"},
@@ -71,8 +71,8 @@ def test_csv_stays_text(read, tmp_path):
     ]
 
 
-def test_json_lines_stay_as_they_are(tmp_path):
-    """A date stays text, a field that is missing stays missing, and null and whole numbers among others are fine."""
+def test_json_lines_are_preserved(tmp_path):
+    """Dates stay strings, missing fields stay missing, and null and integers may occur among other values."""
     rows = [
         {"question": "a", "answer": "2020-01-01", "x": 1},
         {"question": "b", "answer": None, "x": 1.5, "y": {"z": 1}},
@@ -80,11 +80,11 @@ def test_json_lines_stay_as_they_are(tmp_path):
     assert rows_of(write(tmp_path / "a.jsonl", "\ufeff" + lines(rows[0]) + "\n  \n" + lines(rows[1]))) == rows
 
 
-def test_a_list_in_memory():
+def test_list_of_rows_is_preserved():
     assert rows_of(ROWS) == streamed(ROWS) == ROWS
 
 
-def test_a_folder_of_data_files(tmp_path):
+def test_folder_has_a_split_for_each_file_name(tmp_path):
     write_rows(tmp_path / "train-00000-of-00002.jsonl", ROWS[:7])
     write_rows(tmp_path / "train-00001-of-00002.jsonl", ROWS[7:])
     write_rows(tmp_path / "test.jsonl", ROWS[:5])
@@ -95,8 +95,8 @@ def test_a_folder_of_data_files(tmp_path):
         task(str(tmp_path), validation_split="dev").rows("validation")
 
 
-def test_a_folder_with_subsets(tmp_path):
-    """Laid out like a dataset on the hub, README and all."""
+def test_subset_of_a_folder_is_chosen_by_its_readme(tmp_path):
+    """The layout of a dataset on the hub."""
     write_rows(tmp_path / "main" / "train.jsonl", ROWS)
     write_rows(tmp_path / "other" / "train.jsonl", ROWS[:3])
     configs = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("main", "other"))
@@ -105,13 +105,12 @@ def test_a_folder_with_subsets(tmp_path):
     assert rows_of(str(tmp_path), subset="other") == ROWS[:3]
 
 
-def test_a_folder_of_files_only_datasets_reads(tmp_path):
-    """Plain text: ``load_dataset`` makes rows of it."""
+def test_other_formats_in_a_folder_are_read_by_load_dataset(tmp_path):
     write(tmp_path / "train.txt", "one\ntwo\n")
     assert rows_of(str(tmp_path)) == streamed(str(tmp_path)) == [{"text": "one"}, {"text": "two"}]
 
 
-def test_folders_that_save_to_disk_wrote(tmp_path):
+def test_folders_of_save_to_disk_are_read(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "alone"))
     DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:5])).save_to_disk(str(tmp_path / "splits"))
     for name in ("alone", "splits"):
@@ -121,13 +120,13 @@ def test_folders_that_save_to_disk_wrote(tmp_path):
     with pytest.raises(ValueError, match="has no split 'validation'"):
         task(str(tmp_path / "splits"), train_split="validation").rows("train")
     next((tmp_path / "alone").glob("*.arrow")).write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="alone is broken as a folder that save_to_disk wrote"):
+    with pytest.raises(ValueError, match="alone is a damaged folder of save_to_disk"):
         rows_of(str(tmp_path / "alone"))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv", "folder/train.parquet", "folder/train.csv"])
-def test_a_changed_file_is_read_again(name, tmp_path):
-    """Even where its time and size are the old ones, by which ``load_dataset`` goes."""
+def test_changed_file_is_read_again(name, tmp_path):
+    """Even if its time and size, which ``load_dataset`` compares, are unchanged."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     source = str(path.parent if "folder" in name else path)
@@ -137,16 +136,20 @@ def test_a_changed_file_is_read_again(name, tmp_path):
         assert rows_of(source) == [{"question": "q", "answer": answer}]
 
 
-BROKEN = {
-    "a line that is no JSON": ("a.jsonl", lines(*ROWS[:3]) + '{"question": "b",\n', r"a\.jsonl, line 4: .* at column"),
-    "a line that is no object": ("a.jsonl", lines(ROWS[0], [1, 2]), r"a\.jsonl, line 2: .* not a list"),
-    "an item that is no object": ("a.json", "[{},\n3]", r"a\.json, row 1: .* not a number"),
+INVALID = {
+    "a line that is not JSON": ("a.jsonl", lines(*ROWS[:3]) + '{"question": "b",\n', r"a\.jsonl, line 4: .* at column"),
+    "a line that is not an object": ("a.jsonl", lines(ROWS[0], [1, 2]), r"a\.jsonl, line 2: .* not a list"),
+    "an item that is not an object": ("a.json", "[{},\n3]", r"a\.json, row 1: .* not a number"),
     "JSON that ends early": ("a.json", '[{"question": "a"},\n {"question": "b"}', r"a\.json, line 2: "),
     "text that is not UTF-8": ("a.jsonl", lines(ROWS[0]).encode() + '{"a": "é"}'.encode("latin1"), "line 2: .*UTF-8"),
-    "half a character": ("a.jsonl", lines(ROWS[0]) + '{"a": "\\ud83d"}\n', "line 2: half a character"),
+    "a lone surrogate": ("a.jsonl", lines(ROWS[0]) + '{"a": "\\ud83d"}\n', "line 2: a lone surrogate"),
     "JSON nested too deeply": ("a.jsonl", lines(ROWS[0]) + "[" * 100_000 + "\n", "line 2: nested too deeply"),
-    "a gzip cut short": ("a.jsonl.gz", gzip.compress(lines(*ROWS * 99).encode())[:-30], r"a\.jsonl\.gz is .*cut short"),
-    "a gzip that is none": ("a.jsonl.gz", lines(*ROWS), r"a\.jsonl\.gz is broken .* Not a gzipped file"),
+    "a truncated gzip file": (
+        "a.jsonl.gz",
+        gzip.compress(lines(*ROWS * 99).encode())[:-30],
+        r"a\.jsonl\.gz is .*truncated",
+    ),
+    "a gzip file that is not one": ("a.jsonl.gz", lines(*ROWS), r"a\.jsonl\.gz is damaged .* Not a gzipped file"),
     "text and numbers": (
         "a.jsonl",
         lines(ROWS[0], {"answer": None}, {"answer": 1}),
@@ -158,47 +161,47 @@ BROKEN = {
     "an empty list": ("a.json", "[]", r"the train set is empty: .*a\.json"),
     "an empty CSV": ("a.csv", "", r"the train set is empty: .*a\.csv"),
     "a header alone": ("a.csv", "question,answer\n", r"the train set is empty: .*a\.csv"),
-    "a cell too many": ("a.csv", "a,b\n1,2\n3,4,5\n", r"a\.csv, line 3: 3 cells, but the header names 2"),
+    "a cell too many": ("a.csv", "a,b\n1,2\n3,4,5\n", r"a\.csv, line 3: 3 cells, but the header has 2"),
     "a cell too few": ("a.csv", "a,b\n1,2\n3\n", r"a\.csv, line 3: 1 cells"),
-    "a quote never closed": ("a.csv", 'a,b\n1,"2\n3,4\n', r"a\.csv, line 3: unexpected end of data"),
-    "a name twice": ("a.csv", "a,a\n1,2\n", r"a\.csv, line 1: a name is missing or there twice"),
+    "an unclosed quote": ("a.csv", 'a,b\n1,"2\n3,4\n', r"a\.csv, line 3: unexpected end of data"),
+    "a repeated column name": ("a.csv", "a,a\n1,2\n", r"a\.csv, line 1: a column name is missing or repeated"),
     "CSV that is not UTF-8": ("a.csv", "a\né\n".encode("latin1"), r"a\.csv, line 2: .*UTF-8"),
-    "a Parquet file that is none": ("a.parquet", b"PAR1 and no more", r"a\.parquet is broken as a Parquet file"),
-    "an empty Parquet file": ("a.parquet", b"", r"a\.parquet is broken as a Parquet file"),
+    "a Parquet file that is not one": ("a.parquet", b"PAR1 and no more", r"a\.parquet is a damaged Parquet file"),
+    "an empty Parquet file": ("a.parquet", b"", r"a\.parquet is a damaged Parquet file"),
 }
 
 
 @pytest.mark.parametrize("read", [rows_of, streamed])
-@pytest.mark.parametrize("what", BROKEN)
-def test_broken_files(what, read, tmp_path):
-    name, content, message = BROKEN[what]
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_files_are_rejected(case, read, tmp_path):
+    name, content, message = INVALID[case]
     path = write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message):
         read(path)
 
 
-def test_a_broken_page_of_a_parquet_file(tmp_path):
+def test_damaged_page_of_a_parquet_file_is_located(tmp_path):
     path = Path(write_rows(tmp_path / "a.parquet", [{"question": "x" * 50 + str(i)} for i in range(5000)]))
     content = bytearray(path.read_bytes())
     content[100:4000] = b"\xff" * 3900
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.parquet is broken as a Parquet file, after row 0"):
+    with pytest.raises(ValueError, match=r"a\.parquet is a damaged Parquet file, after row 0"):
         rows_of(str(path))
 
 
-def test_a_broken_file_in_a_folder_is_named(tmp_path):
+def test_invalid_file_in_a_folder_is_named(tmp_path):
     write_rows(tmp_path / "train-0.jsonl", ROWS)
     write(tmp_path / "train-1.jsonl", lines(*ROWS, {"answer": 3}))
     with pytest.raises(ValueError, match=r"train-0\.jsonl, line 1, but a number in .*train-1\.jsonl, line 13"):
         rows_of(str(tmp_path))
 
 
-def test_mixed_kinds_in_memory():
+def test_mixed_kinds_in_a_list_are_rejected():
     with pytest.raises(ValueError, match="field 'answer' is text in row 0, but a number in row 1"):
         rows_of([{"answer": "1"}, {"answer": 1}])
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_files_raise_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no data file .*absent\.jsonl"):
         rows_of(str(tmp_path / "absent.jsonl"))
     with pytest.raises(FileNotFoundError, match=r"there is no file or folder .*absent"):
@@ -206,16 +209,16 @@ def test_what_is_not_there(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"there are no data files in the folder .*empty"):
         rows_of(str(tmp_path / "empty"))
-    with pytest.raises(ValueError, match=r"a\.xml is none of \.jsonl"):
+    with pytest.raises(ValueError, match=r"a\.xml has none of the formats \.jsonl"):
         rows_of(write(tmp_path / "a.xml", "<a/>"))
 
 
-def test_duplicates_are_kept_apart(tmp_path):
+def test_duplicate_rows_are_kept(tmp_path):
     rows = [ROWS[0], ROWS[1], ROWS[0]]
     assert rows_of(write_rows(tmp_path / "a.jsonl", rows)) == rows
 
 
-def test_a_home_folder(tmp_path, monkeypatch):
+def test_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_rows(tmp_path / "a.jsonl", ROWS)
     assert rows_of("~/a.jsonl") == ROWS
@@ -223,11 +226,11 @@ def test_a_home_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("read", [rows_of, streamed])
-def test_a_hub_out_of_reach(read):
-    """As it is for every test: ``HF_HUB_OFFLINE`` is set."""
+def test_unreachable_hub_raises_an_error(read):
+    """``HF_HUB_OFFLINE`` is set for all tests."""
     with pytest.raises(
-        ConnectionError, match=r"dataset 'openai/gsm8k' does not come from .*give a local file or folder"
+        ConnectionError, match=r"dataset 'openai/gsm8k' cannot be loaded from .*set a local file or folder"
     ):
         read("openai/gsm8k", subset="main")
-    with pytest.raises(ConnectionError, match="dataset 'openai/gsm8k' does not come from"):
+    with pytest.raises(ConnectionError, match="dataset 'openai/gsm8k' cannot be loaded from"):
         task("openai/gsm8k", subset="main").rows("validation")

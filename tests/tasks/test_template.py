@@ -1,4 +1,4 @@
-"""Prompts with examples, plain and as a chat."""
+"""Prompts as plain text and as a chat."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ def tokenizer():
     return tokenizer
 
 
-def test_examples_as_text(tokenizer):
+def test_examples_are_joined_in_plain_text(tokenizer):
     template = Template(prompt="{question}=", examples=EXAMPLES, example_answer=" {solution}", separator=";")
     text, ids = template.render({"question": "3+3"}, tokenizer)
     assert text == "1+1= 2;2+2= 4;3+3="
     assert tokenizer.decode(ids) == text
 
 
-def test_examples_as_turns(tokenizer):
+def test_examples_are_turns_of_a_chat(tokenizer):
     text, ids = Template(chat=True, system="hi", examples=EXAMPLES).render({"question": "3+3"}, tokenizer)
     assert text == "[s]hi[u]1+1[a]2[u]2+2[a]4[u]3+3[a]"
     assert tokenizer.decode(ids) == text
 
 
-def test_the_chat_template_is_given_its_options(tokenizer):
+def test_chat_options_reach_the_chat_template(tokenizer):
     text, _ = Template(chat=True, chat_options={"enable_thinking": True}).render({"question": "3"}, tokenizer)
     assert text == "[u]3[a]<think>"
-    with pytest.raises(ValueError, match=r"template\.chat_options are given to a chat template"):
+    with pytest.raises(ValueError, match=r"template\.chat_options require a chat"):
         Template(chat_options={"enable_thinking": True})
     with pytest.raises(ValueError, match=r"template\.chat_options may not set \['tokenize'\]"):
         Template(chat=True, chat_options={"tokenize": True})
 
 
-def test_a_prompt_without_a_field():
-    with pytest.raises(ValueError, match=r"reads no field of a row, so that all prompts are one: 'Solve\.'"):
+def test_prompt_without_a_field_is_rejected():
+    with pytest.raises(ValueError, match=r"reads no field of a row, so all prompts are equal: 'Solve\.'"):
         Template(prompt="Solve.")
 
 
-def test_examples_with_fields_missing():
+def test_examples_with_missing_fields_are_rejected():
     with pytest.raises(ValueError, match=r"example 1 of the template has no \['solution'\], only \['question'\]"):
         Template(examples=[EXAMPLES[0], {"question": "2"}])
     with pytest.raises(ValueError, match=r"example 0 of the template has no \['problem'\]"):

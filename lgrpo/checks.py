@@ -1,0 +1,41 @@
+"""Range checks of settings, written once so that every message has the same form."""
+
+from __future__ import annotations
+
+
+def check_range(
+    name: str,
+    value: float,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    reason: str = "",
+) -> None:
+    """Raise a ``ValueError`` if a setting is out of range.
+
+    >>> check_range("data.lead", 2, at_least=0)
+    >>> check_range("sampling.top_p", 1.5, above=0, at_most=1)
+    Traceback (most recent call last):
+    ValueError: sampling.top_p is 1.5; it must be above 0 and at most 1
+
+    Args:
+        name: Setting as the user writes it.
+        value: Value seen.
+        at_least: Lower bound, allowed.
+        above: Lower bound, not allowed.
+        at_most: Upper bound, allowed.
+        below: Upper bound, not allowed.
+        reason: Why, or what to do instead; appended to the message.
+    """
+    bounds = [
+        (at_least, "at least", lambda bound: value >= bound),
+        (above, "above", lambda bound: value > bound),
+        (at_most, "at most", lambda bound: value <= bound),
+        (below, "below", lambda bound: value < bound),
+    ]
+    required = [(f"{word} {bound:g}", holds(bound)) for bound, word, holds in bounds if bound is not None]
+    if not all(is_met for _, is_met in required):
+        range_ = " and ".join(text for text, _ in required)
+        raise ValueError(f"{name} is {value}; it must be {range_}{f': {reason}' if reason else ''}")

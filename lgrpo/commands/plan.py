@@ -1,0 +1,135 @@
+"""``lgrpo plan``: what a config means in numbers, before anything is loaded."""
+
+from __future__ import annotations
+
+from jsonargparse import Namespace
+
+from lgrpo.commands import command_parser
+
+
+def main(args: list[str]) -> None:
+    """Print the plan of the settings that ``lgrpo fit`` would read from the same arguments."""
+    parser = command_parser(
+        "plan",
+        "No weights and no data are loaded. The table has one row each for the schedule (v and i), one rollout, one "
+        "optimizer step, its micro-batches, the syncs, the lags that occur, one epoch, the whole run, groups whose "
+        "rewards are all equal, the policy, and the memory of the trainer. All options of lgrpo fit are accepted.",
+        "lgrpo plan --config configs/demo.yaml --weight_sync.period 5",
+    )
+    parser.usage = "%(prog)s [-h] [options of lgrpo fit]"
+    _, fit_args = parser.parse_known_args(args)
+
+    from lgrpo.commands.settings import parse_settings
+
+    print(plan_table(parse_settings(fit_args)))
+
+
+def plan_table(config: Namespace) -> str:
+    """Return a table of what one optimizer step, one cycle and the whole run do under parsed settings."""
+    from lgrpo.commands.plan_memory import memory_rows
+    from lgrpo.data.prepare import num_micro_batches
+
+    data, trainer = config.data, config.trainer
+    sync = config.weight_sync.init_args if config.weight_sync else Namespace(period=None)
+    adaptive = sync if "budget" in sync else None  # v is chosen by measurement
+    period = sync.get("period")
+    prompts, group, reuse = data.num_prompts, data.group_size, data.reuse
+    completions = prompts * group
+    longest = data.sampling.max_tokens
+    devices = str(trainer.devices)
+    num_ranks = max(1, int(devices) if devices.isdecimal() else 1) * trainer.num_nodes
+    ranks = "1 device" if num_ranks == 1 else f"each of {num_ranks} devices"
+    budget, micro_batches = data.micro_batch_tokens, trainer.accumulate_grad_batches
+    if budget is not None:  # prompts are not loaded: assume the longest that is allowed
+        longest_row = longest + (data.max_prompt_tokens or 0)
+        micro_batches = num_micro_batches(completions // num_ranks, longest_row, budget)
+    rows_each = completions / micro_batches / num_ranks
+    rows = [
+        ("schedule", _adaptive_schedule(adaptive, reuse) if adaptive else _schedule(period, reuse)),
+        (
+            "rollout",
+            f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each",
+        ),
+        ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
+        ("micro-batches", _micro_batches(micro_batches, ranks, rows_each, budget)),
+        ("sync", _adaptive_sync(adaptive) if adaptive else _sync(period, reuse)),
+        ("lags that occur", _lags(adaptive.maximum if adaptive else period, reuse, at_most=adaptive is not None)),
+        *_whole_run(config, adaptive.maximum if adaptive else period, adaptive.minimum if adaptive else None),
+        ("zero-variance groups", _zero_variance_groups(config)),
+        *memory_rows(config, rows_each * longest),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None) -> str:
+    if budget is None:
+        return f"{number} in each step on {ranks}, about {rows_each:g} completions each"
+    return f"at least {number} in each step on {ranks}, of {budget:,} tokens at most (more if prompts are longer)"
+
+
+def _schedule(period: int | None, reuse: int) -> str:
+    v = "∞" if period is None else str(period)
+    kind = {
+        (True, True): "on-policy GRPO",
+        (True, False): "reuse: several steps on each rollout",
+        (False, True): "off-policy: the sampler lags behind",
+        (False, False): "off-policy, with several steps on each rollout",
+    }[period == 1, reuse == 1]
+    return f"v = {v}, i = {reuse}: {kind}"
+
+
+def _adaptive_schedule(sync: Namespace, reuse: int) -> str:
+    return f"v by measurement, {sync.minimum} to {sync.maximum}, i = {reuse}: off-policy as far as a budget allows"
+
+
+def _sync(period: int | None, reuse: int) -> str:
+    if period is None:
+        return "before the first rollout only"
+    return f"every {period} rollouts, {period * reuse} steps"
+
+
+def _adaptive_sync(sync: Namespace) -> str:
+    budget = "its default budget" if sync.budget is None else f"{sync.budget:g}"
+    return f"when {sync.criterion} reaches {budget}, after {sync.minimum} to {sync.maximum} rollouts"
+
+
+def _lags(period: int | None, reuse: int, at_most: bool = False) -> str:
+    """Return every lag, in optimizer steps, that a completion can have in an optimizer step on it."""
+    if period is None:
+        return "0, 1, 2, … to the end of the run (never synced again)"
+    last = period * reuse - 1
+    if last == 0:
+        return "0: every completion is fresh"
+    between = ", 1" if last == 2 else ", 1, …" if last > 2 else ""
+    ending = "at most" if at_most else f"again in every cycle of {period} rollouts"
+    return f"0{between}, {last} optimizer steps, {ending}"
+
+
+def _whole_run(config: Namespace, period: int | None, min_period: int | None = None) -> list[tuple[str, str]]:
+    data, trainer = config.data, config.trainer
+    if data.num_rollouts is None:
+        return [("stage (epoch)", "one pass over the training prompts; set data.num_rollouts to choose its length")]
+    stage = ("stage (epoch)", f"{data.num_rollouts} rollouts, {data.num_rollouts * data.reuse} optimizer steps")
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        limits.append(trainer.max_epochs * data.num_rollouts * data.reuse)
+    elif trainer.max_epochs is None and not limits:
+        limits.append(1000 * data.num_rollouts * data.reuse)  # Lightning's default
+    if not limits:
+        return [stage, ("whole run", "no end: neither trainer.max_epochs nor trainer.max_steps is set")]
+    steps = min(limits)
+    rollouts = -(-steps // data.reuse)
+    syncs = str(1 if period is None else -(-rollouts // period))
+    if min_period is not None:
+        syncs += f" to {-(-rollouts // min_period)}"
+    completions = rollouts * data.num_prompts * data.group_size
+    whole = f"{rollouts} rollouts, {steps} optimizer steps, {syncs} syncs, {completions:,} completions"
+    return [stage, ("whole run", whole)]
+
+
+def _zero_variance_groups(config: Namespace) -> str:
+    kept = "masked, regularisers included" if config.zero_variance_mask else "kept"
+    if (resampling := config.data.dynamic_sampling) is None:
+        return kept
+    return f"sampled again with other prompts, {resampling.max_rounds} times at most; then {kept}"

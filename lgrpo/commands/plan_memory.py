@@ -1,0 +1,96 @@
+"""The rows of ``lgrpo plan`` about parameters and memory."""
+
+from __future__ import annotations
+
+from pydoc import locate
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from lgrpo.commands.settings import policy_from_settings
+from lgrpo.policy import LoRA, add_adapter
+from lgrpo.policy.memory import activation_bytes, format_bytes, logit_bytes
+from lgrpo.policy.precision import COMPUTE_DTYPES
+
+
+def memory_rows(config: Namespace, tokens: float) -> list[tuple[str, str]]:
+    """Return the rows on the policy, the memory held during the run, and that of one micro-batch of ``tokens``."""
+    settings: dict[str, Any] = vars(config.model.policy)
+    policy = policy_from_settings(config)
+    try:
+        architecture = policy.config
+    except OSError as error:
+        return [("memory", f"not estimated: the model's config cannot be read ({str(error).splitlines()[0]})")]
+    num_parameters, num_trained = _num_parameters(architecture, settings["trust_remote_code"], policy.lora)
+    bytes_each = 2 if settings["dtype"] == "bfloat16" else 4
+    trained_bytes = 4 if policy.lora else bytes_each  # adapters are float32; their reference is a copy of them
+    optimizer, state = _optimizer_state(config.model.optimizer.class_path, trained_bytes)
+    held = {
+        "weights": bytes_each * num_parameters,
+        "adapters": trained_bytes * num_trained if policy.lora else 0,
+        "gradients": trained_bytes * num_trained,
+        optimizer: state * num_trained,
+        "reference": trained_bytes * num_trained * _needs_reference(config.model.loss),
+        **_engine_bytes(config, num_parameters, bytes_each),
+    }
+    text = architecture.get_text_config()
+    computed_bytes = 2 if "bf16" in str(config.trainer.precision) else 4
+    activations = activation_bytes(
+        architecture, tokens, computed_bytes, settings["gradient_checkpointing"], policy.activation_memory
+    )
+    logits = logit_bytes(architecture, tokens, settings["chunk_size"])
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
+    adapters = "" if policy.lora is None else f", none trained, and {num_trained:,} trained ones in adapters"
+    return [
+        ("policy", f"{num_parameters:,} parameters, {text.model_type}, {settings['dtype']}{adapters}"),
+        ("memory, held", f"{format_bytes(sum(held.values()))}: {parts}"),
+        (
+            "memory, in a step",
+            f"about {format_bytes(activations + logits)} at worst: activations {format_bytes(activations)}, logits "
+            f"{format_bytes(logits)} (prompts not counted)",
+        ),
+    ]
+
+
+def _engine_bytes(config: Namespace, num_parameters: int, bytes_each: int) -> dict[str, int]:
+    """Return the bytes of the engine's copies of the weights; ``bytes_each`` is the size of the policy's elements."""
+    engine = config.data.engine or Namespace(class_path="lgrpo.engines.TransformersEngine", init_args=Namespace())
+    copies = 1
+    if "num_processes" in engine.init_args:
+        copies = engine.init_args.num_processes
+        engine = engine.init_args.engine or Namespace(class_path="lgrpo.engines.VLLMEngine", init_args=Namespace())
+    engine_class: Any = locate(engine.class_path)
+    dtype = engine.init_args.get("dtype")
+    if dtype is not None:
+        bytes_each = getattr(torch, dtype).itemsize
+    elif engine_class.follows_precision and config.trainer.accelerator != "cpu":
+        bytes_each = min(bytes_each, COMPUTE_DTYPES.get(str(config.trainer.precision), torch.float32).itemsize)
+    name = "engine's copy" if copies == 1 else f"engines' {copies} copies"
+    return {name: copies * bytes_each * num_parameters}
+
+
+def _optimizer_state(class_path: str, bytes_each: int) -> tuple[str, float]:
+    """Return the name of an optimizer and about how many bytes it keeps per parameter: two moments by default."""
+    name = class_path.rpartition(".")[2]
+    if name == "SGD":
+        return name, bytes_each
+    return name, 2.1 if "8bit" in name else 2 * bytes_each
+
+
+def _needs_reference(loss: Namespace) -> bool:
+    """Return whether a configured loss has a term with the reference."""
+    regularisers: list[Any] = [locate(part.class_path) for part in loss.init_args.get("regularisers") or []]
+    return loss.init_args.get("kl_coef", 0) > 0 or any(regulariser.needs_reference for regulariser in regularisers)
+
+
+def _num_parameters(architecture: PretrainedConfig, trust_remote_code: bool, lora: LoRA | None) -> tuple[int, int]:
+    """Return the number of parameters of the model, and the number of trained ones."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(architecture, trust_remote_code=trust_remote_code)
+        of_model = sum(p.numel() for p in model.parameters())
+        if lora is None:
+            return of_model, of_model
+        add_adapter(model, lora, model.get_output_embeddings())
+    return of_model, sum(p.numel() for p in model.parameters()) - of_model

@@ -1,0 +1,285 @@
+"""From a sampled rollout to a trainable one.
+
+:class:`RolloutPreparation` runs these steps, in this order, before the first optimizer step on a rollout:
+
+1. ``RolloutSchedule.get`` waits until the rollout is sampled and scored.
+2. ``join_late_groups`` adds earlier groups whose scores have arrived and takes out groups that lack scores.
+3. ``mask_completions`` takes completions that are too old, or could not be scored, out of the loss.
+4. ``set_advantages`` computes advantages from the rewards of all ranks.
+5. ``call_rollout_end`` lets callbacks shrink the loss mask further.
+6. ``set_totals`` sums the denominators of the loss and the rollout's metrics over all ranks: the masks are final.
+7. ``recompute_logprobs`` replaces the engine's log-probabilities by the policy's, if ``data.behaviour_logprobs`` asks.
+
+``RolloutBatch.split`` then cuts the rollout into micro-batches. Their number is constant in a fit: it is
+``trainer.accumulate_grad_batches``, or ``set_micro_batches`` derives it from ``data.micro_batch_tokens``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lgrpo.advantages import Advantage, Scores
+from lgrpo.data.late import LateGroups, Rescore, padded_to
+from lgrpo.data.schedule import RolloutSchedule
+from lgrpo.engines import RolloutEngine
+from lgrpo.functional import has_reward_variance, stream_uniform
+from lgrpo.hooks import call_rollout_end, policy_owner
+from lgrpo.losses import PolicyLoss
+from lgrpo.types import RolloutBatch, StepTotals
+
+
+@dataclass(kw_only=True)
+class RolloutPreparation:
+    """Makes rollouts trainable; called once for each rollout, in order, when its training is about to begin."""
+
+    trainer: L.Trainer
+    schedule: RolloutSchedule
+    rescore: Rescore
+    advantage: Advantage
+    seed: int
+    behaviour_logprobs: Literal["engine", "policy"]
+    max_lag: int | None
+    mask_failures: bool
+    _last_end: float | None = field(default=None, init=False)
+
+    def __call__(self, rollout: int, late: LateGroups) -> tuple[RolloutBatch, LateGroups]:
+        """Return rollout k, ready for training, and the groups that wait for scores from then on."""
+        trainer, start = self.trainer, time.perf_counter()
+        batch, sync_seconds = self.schedule.get(trainer, rollout)
+        last_step = trainer.global_step + self.schedule.reuse - 1  # step of the rollout's last pass
+        oldest_step = 0 if self.max_lag is None else last_step - self.max_lag
+        rescore_own = self.schedule.is_sampled_early
+        batch, late = join_late_groups(late, batch, self.rescore, oldest_step, rescore_own, trainer)
+        if late.is_active and self.behaviour_logprobs == "policy":
+            raise ValueError(
+                "a reward returned NOT_YET and data.behaviour_logprobs is 'policy': when a late group is trained, the "
+                "policy has changed since it was sampled. Use 'engine'"
+            )
+        mask_completions(batch, last_step, self.max_lag, self.mask_failures)
+        set_advantages(batch, self.advantage, self.seed, trainer)
+        call_rollout_end(trainer, batch)
+        batch.metrics |= {"time/sync": sync_seconds} | self._idle_times(start, batch.metrics["time/generate"])
+        set_totals(batch, trainer)
+        if self.behaviour_logprobs == "policy":
+            recompute_logprobs(batch, self.schedule.ready(), trainer)
+        return batch, late
+
+    def _idle_times(self, start: float, generate_seconds: float) -> dict[str, float]:
+        """Return the time the trainer waited for this rollout; from the second on, also shares of the time between."""
+        now = time.perf_counter()
+        times = {"time/wait": now - start}
+        if self._last_end is not None:
+            period = now - self._last_end
+            times["time/trainer_idle_share"] = (now - start) / period
+            times["time/engine_idle_share"] = max(0.0, 1 - generate_seconds / period)
+        self._last_end = now
+        return times
+
+
+def join_late_groups(
+    late: LateGroups, batch: RolloutBatch, rescore: Rescore, oldest_step: int, rescore_own: bool, trainer: L.Trainer
+) -> tuple[RolloutBatch, LateGroups]:
+    """Run ``LateGroups.join`` on every rank, then pad the rollouts of all ranks to one size."""
+    batch, late = late.join(batch, rescore, oldest_step, rescore_own)
+    largest = torch.tensor([len(batch), int(late.is_active)], device=trainer.strategy.root_device)
+    if trainer.world_size > 1:
+        largest = trainer.strategy.reduce(largest, reduce_op="max")
+    size, is_active = largest.tolist()
+    if is_active:
+        counts = {"waiting": len(late.waiting), "joined": late.num_joined, "dropped": late.num_dropped}
+        batch.metrics |= {f"rollout/late_{name}": float(count) for name, count in counts.items()}
+        if "reward/failures" in batch.metrics:  # late scores may fail too
+            batch.metrics["reward/failures"] = float(batch.failed[batch.is_known].sum())
+    return padded_to(batch, size), late
+
+
+def mask_completions(batch: RolloutBatch, last_step: int, max_lag: int | None, mask_failures: bool) -> None:
+    """Take completions out of the loss that exceed ``max_lag`` at ``last_step``, or that could not be scored."""
+    if max_lag is not None:
+        batch.loss_mask &= ~(batch.lag(last_step) > max_lag)[:, None]  # False for recorded ones, whose lag is NaN
+    if mask_failures:
+        batch.loss_mask &= ~batch.failed[:, None]
+
+
+def set_advantages(batch: RolloutBatch, advantage: Advantage, seed: int, trainer: L.Trainer) -> None:
+    """Set ``batch.advantages``. Every rank sees the scores of all, so that statistics cover the whole rollout."""
+    size = len(batch)
+    siblings = torch.arange(size) % batch.group_size
+    draws = stream_uniform(seed, batch.positions, siblings, -1)  # sampled tokens use the indices from 0 on
+    own = torch.stack([batch.rewards.double(), batch.completion_mask.sum(1).double(), draws])
+    gathered: Any = trainer.lightning_module.all_gather(own.to(trainer.strategy.root_device))
+    rewards, lengths, draws = gathered.view(-1, 3, size).transpose(0, 1).reshape(3, -1).cpu()
+    # in float64 the mean of equal rewards is exactly that reward, and their advantage 0
+    known = ~rewards.view(-1, batch.group_size).isnan().any(1).repeat_interleave(batch.group_size)
+    advantages = torch.zeros_like(rewards)
+    if bool(known.any()):
+        scores = Scores(rewards=rewards[known], lengths=lengths[known], draws=draws[known], group_size=batch.group_size)
+        values = advantage(scores)
+        if values.shape != scores.rewards.shape or not bool(values.isfinite().all()):
+            raise ValueError(
+                f"{type(advantage).__name__} returned {tuple(values.shape)} advantages for {len(scores.rewards)} "
+                f"completions, {int((~values.isfinite()).sum())} of them not finite"
+            )
+        advantages[known] = values
+    first = trainer.global_rank * size
+    own_advantages = advantages[first : first + size].float()
+    batch.advantages = torch.where(batch.completion_mask, own_advantages[:, None], 0.0)
+
+
+def set_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
+    """Set ``batch.totals`` and complete ``batch.metrics`` with one collective; the masks must be final."""
+    known = batch.is_known
+    sampled, rewards = batch.completion_mask[known], batch.rewards[known].double()
+    group_rewards = rewards.view(-1, batch.group_size).mean(1)
+    local = {
+        "all_tokens": sampled.sum(),
+        "live_tokens": batch.loss_mask.sum(),
+        "all_sequences": sampled.any(1).sum(),
+        "live_sequences": batch.loss_mask.any(1).sum(),
+        "reward": rewards.sum(),
+        "reward_squared": rewards.square().sum(),
+        "groups": torch.tensor(len(group_rewards)),
+        "group_reward_squared": group_rewards.square().sum(),
+        "zero_variance": (~has_reward_variance(batch.rewards[known], batch.group_size)).sum(),
+        "truncated": batch.truncated[known].sum(),
+        "recorded": batch.is_recorded[known].sum(),
+        "ranks": torch.tensor(1),
+        **{name: torch.tensor(value) for name, value in _as_mean_squares(batch.metrics).items()},
+    }
+    vector = torch.stack([value.double() for value in local.values()]).to(trainer.strategy.root_device)
+    summed = trainer.strategy.reduce(vector, reduce_op="sum")
+    assert isinstance(summed, torch.Tensor)
+    total = dict(zip(local, summed.tolist(), strict=True))
+    batch.totals = StepTotals(**{name: total[name] for name in StepTotals.__slots__})
+    averaged = _as_deviations({name: total[name] / total["ranks"] for name in batch.metrics})
+    count = max(total["all_sequences"], 1)  # 0 if every score is late
+    mean, groups = total["reward"] / count, total["groups"]
+    between = max(total["group_reward_squared"] / max(groups, 1) - mean**2, 0.0)
+    batch.metrics = {
+        "rollout/reward": mean,
+        "rollout/reward_std": max(total["reward_squared"] / count - mean**2, 0.0) ** 0.5,
+        "rollout/reward_stderr": (between / max(groups - 1, 1)) ** 0.5,
+        "rollout/zero_variance_fraction": total["zero_variance"] / count,
+        "rollout/completion_length": total["all_tokens"] / count,
+        "rollout/truncated_fraction": total["truncated"] / count,
+        "rollout/live_fraction": total["live_sequences"] / count,
+        **averaged,
+    }
+    if total["recorded"]:
+        batch.metrics["rollout/recorded_fraction"] = total["recorded"] / count
+
+
+def _as_mean_squares(metrics: dict[str, float]) -> dict[str, float]:
+    """Replace standard deviations by mean squares, which can be averaged over ranks."""
+    return {
+        name: value**2 + metrics[name.removesuffix("_std")] ** 2 if _is_deviation(name, metrics) else value
+        for name, value in metrics.items()
+    }
+
+
+def _as_deviations(metrics: dict[str, float]) -> dict[str, float]:
+    """Invert ``_as_mean_squares``."""
+    return {
+        name: max(value - metrics[name.removesuffix("_std")] ** 2, 0.0) ** 0.5
+        if _is_deviation(name, metrics)
+        else value
+        for name, value in metrics.items()
+    }
+
+
+def _is_deviation(name: str, metrics: dict[str, float]) -> bool:
+    return name.endswith("_std") and name.removesuffix("_std") in metrics
+
+
+def recompute_logprobs(batch: RolloutBatch, ready: Sequence[RolloutBatch], trainer: L.Trainer) -> None:
+    """Compute log π_α by the policy, for this rollout and for ready ones sampled from the same weights.
+
+    The rollout is split as it will be for training, so that its ratio starts at exactly 1.
+    """
+    step = trainer.global_step
+    if batch.logprobs_from == "policy":  # computed with the first rollout of its cycle
+        return
+    if (sampled_at := int(batch.behaviour_step.min())) != step:
+        raise ValueError(
+            f"data.behaviour_logprobs is 'policy', but rollout {batch.rollout} was sampled with the weights of "
+            f"step {sampled_at} and the policy is already at step {step}. With weight_sync.period above 1 set "
+            "data.generate_ahead, so that log-probabilities of a cycle are computed before its first step, or use "
+            "'engine'"
+        )
+    same_weights = [other for other in ready if int(other.behaviour_step.min()) == step]
+    for rollout in [batch, *(other for other in same_weights if other.rollout != batch.rollout)]:
+        for piece in rollout.split(trainer.accumulate_grad_batches):
+            width = piece.tokens.shape[1]
+            rollout.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
+        rollout.logprobs_from = "policy"
+
+
+def check_logprobs(engine: RolloutEngine, source: Literal["engine", "policy"], loss: PolicyLoss) -> None:
+    """Raise an error if the engine's recorded completions lack the log-probabilities that the loss needs."""
+    if engine.replays and source == "policy":
+        raise ValueError(
+            "data.behaviour_logprobs is 'policy', but recorded completions were not sampled by this policy, which "
+            "cannot know their log π_α. Use 'engine', which takes it from the recording"
+        )
+    if engine.num_without_logprobs and loss.needs_behaviour:
+        raise ValueError(
+            f"{engine.num_without_logprobs} recorded completions have no log-probabilities, and model.loss "
+            f"({type(loss).__name__}) compares the policy with the one that sampled (π_θ/π_α). Record them "
+            "(lgrpo.recordings.RolloutRecorder does), or choose a loss that needs none: "
+            "configs/algorithms/reinforce.yaml, red_drop.yaml, red_weight.yaml, opmd.yaml, asymre.yaml, or any whose "
+            "ratio is over 'proximal' instead of 'behaviour', such as rec_oneside_nois.yaml with "
+            "model.loss.init_args.ratio.init_args.over=proximal"
+        )
+
+
+def rows_per_rank(num_prompts: int, group_size: int, trainer: L.Trainer) -> int:
+    """Return the completions of a rank in a rollout; raise an error if they cannot be divided as configured."""
+    if num_prompts % trainer.world_size:
+        raise ValueError(
+            f"data.num_prompts is {num_prompts}, which is not divisible by the {trainer.world_size} ranks: groups are "
+            "never split, and every rank takes the same number of prompts"
+        )
+    num_rows = num_prompts // trainer.world_size * group_size
+    if trainer.accumulate_grad_batches > num_rows:
+        raise ValueError(
+            f"each rank has {num_rows} completions in a rollout (data.num_prompts × data.group_size), which cannot be "
+            f"split into trainer.accumulate_grad_batches = {trainer.accumulate_grad_batches} micro-batches"
+        )
+    return num_rows
+
+
+def num_micro_batches(num_rows: int, longest: int, budget: int) -> int:
+    """Return the number of micro-batches at which none has more tokens than the budget, whatever the lengths.
+
+    ``RolloutBatch.split`` assigns rows, longest first, to the micro-batch with the fewest tokens. If k of the longest
+    rows fit into the budget and there are at least num_rows/k micro-batches, one gets more than k rows only while their
+    tokens leave enough of the budget.
+
+    >>> num_micro_batches(448, longest=612, budget=10_000)
+    28
+    """
+    if longest > budget:
+        raise ValueError(
+            f"data.micro_batch_tokens is {budget:,}, but a single completion may have {longest:,} tokens with its "
+            "prompt: raise it, or lower data.sampling.max_tokens"
+        )
+    return -(-num_rows // (budget // longest))
+
+
+def set_micro_batches(trainer: L.Trainer, num_rows: int, longest: int, budget: int) -> None:
+    """Set how many micro-batches Lightning accumulates, from the budget of tokens."""
+    number = num_micro_batches(num_rows, longest, budget)
+    if trainer.accumulate_grad_batches not in (1, number):
+        raise ValueError(
+            f"data.micro_batch_tokens {budget:,} means {number} micro-batches, but trainer.accumulate_grad_batches is "
+            f"{trainer.accumulate_grad_batches}: set one of the two"
+        )
+    trainer.accumulate_grad_batches = number
+    rank_zero_info(f"{number} micro-batches a step, of at most {budget:,} tokens each (up to {longest:,} a completion)")

@@ -1,0 +1,1 @@
+"""Several engines on one GPU, each in its own process."""

@@ -1,0 +1,317 @@
+"""The engine that runs several engines on one device, each in its own process."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import final
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lgrpo.checks import check_range
+from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, Timeouts
+from lgrpo.engines.manifest import WeightManifest, WeightSyncError
+from lgrpo.engines.pool.worker import without_row
+from lgrpo.engines.pool.worker_process import WorkerProcess
+from lgrpo.engines.pool.workers import Workers
+from lgrpo.engines.processes import has_other_ranks
+from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults
+from lgrpo.engines.vllm.engine import VLLMEngine
+from lgrpo.engines.vllm.runtime import check_context_length
+from lgrpo.types import Completion, PolicyWeights, Prompt
+
+
+@final
+class EnginePool(RolloutEngine):
+    """Several engines on the trainer's device, each in its own process, which share the prompts.
+
+    vLLM schedules the tokens of all its completions in one Python thread. For models of up to a few billion parameters
+    generation is bound by that thread, not by the GPU; with two processes each thread has half the work.
+
+    Processes are started at the first sync. One that dies or hangs is replaced by a new process with the weights that
+    the others hold, and its prompts are sampled again. Of a LoRA policy, the merged weights are sent.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None = None,
+        num_processes: int = 2,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008
+        max_failures: int = 3,
+    ) -> None:
+        """
+        Args:
+            engine: Engine of each process, with its settings; by default VLLMEngine. The processes share the device:
+                ``gpu_memory_utilization`` applies to each, and must be at most 1 / num_processes of vLLM's share.
+            num_processes: Number of processes.
+            timeouts: Time limits; ``start`` includes the first weights of a process.
+            max_failures: Failed processes that a generation or a sync replaces; the next one stops the run.
+        """
+        super().__init__()
+        self.engine: RolloutEngine = VLLMEngine() if engine is None else engine
+        if self.engine.replays or self.engine.can_overlap or isinstance(self.engine, EnginePool):
+            raise ValueError(
+                f"a {type(self.engine).__name__} in an EnginePool: only an engine that samples in its own process can "
+                "be in several, such as VLLMEngine"
+            )
+        if self.engine.tensor_parallel_size > 1:
+            raise ValueError(
+                "an engine with tensor_parallel_size above 1 in an EnginePool: all processes share one GPU"
+            )
+        check_range("num_processes", num_processes, at_least=1)
+        self.num_processes = num_processes
+        self.timeouts = timeouts
+        self.budget = FailureBudget(max_failures)
+        self._workers = Workers(self.engine, num_processes)
+        self._config: PretrainedConfig | None = None
+        self._manifest = WeightManifest()
+        """The weights of the last sync."""
+        self._sent_dtype: torch.dtype | None = None
+        """Precision in which weights are sent; None: the policy's."""
+
+    @property
+    def faults(self) -> Faults:
+        return self.budget.faults
+
+    def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
+        self.budget.reset()
+        free_cached_memory()
+        if self._config is None:
+            atexit.register(self.close)  # however the run ends, it leaves no processes and no files
+        try:
+            manifest, failures = self._send_to_all(weights, step, version)
+            for failure in failures:
+                self.budget.count_failure(failure)
+            self._config, self._manifest = weights.config, manifest
+            if failures and not self._workers.running:
+                manifest = self._manifest = self._restart_all(weights, step, version)
+            elif failures:
+                self._restart_missing_repeatedly(step, version)
+        except BaseException as error:
+            self.close()  # some workers may hold only a part of the weights
+            if isinstance(error, WeightSyncError) or not isinstance(error, EngineError):
+                raise
+            raise WeightSyncError(f"the sync failed: {error}") from error
+        return manifest
+
+    def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
+        step, version = self.require_weights()
+        while True:
+            try:
+                for worker in self._workers.running:
+                    worker.request("checksums", timeout=self.timeouts.sync)
+                reports = [worker.answer(self.timeouts.sync) for worker in self._workers.running]
+                break
+            except EngineFailure as failure:
+                self.budget.count_failure(failure)
+                self._restart_missing_repeatedly(step, version)
+        for report in reports[1:]:
+            manifest.compare(report)
+        return reports[0]
+
+    def held_weights(self) -> dict[str, Tensor]:
+        if self._config is None:
+            raise NoWeightsError
+        free_cached_memory()
+        reason = ""
+        for worker in self._workers.running:
+            path = worker.folder / "held.safetensors"
+            try:
+                worker.call("write_weights", path, timeout=self.timeouts.sync)
+                return load_file(path)
+            except EngineFailure as failure:
+                reason = f" ({failure})"
+            finally:
+                path.unlink(missing_ok=True)
+        raise EngineError(f"no process with the behaviour policy is left{reason}: {RESUME_ADVICE}")
+
+    def held_config(self) -> PretrainedConfig:
+        if self._config is None:
+            raise NoWeightsError
+        return self._config
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        step, version = self.require_weights()
+        if self.engine.max_model_len is not None:
+            check_context_length(prompts, sampling, self.engine.max_model_len)
+        groups: dict[int, list[Completion]] = {}
+        self.budget.reset()
+        free_cached_memory()
+
+        def keep(index: int, group: list[Completion]) -> None:
+            groups[index] = group
+            if on_group is not None:
+                on_group(index, group)
+
+        while unanswered := [index for index in range(len(prompts)) if index not in groups]:
+            try:
+                if not self._workers.is_complete:
+                    self._restart_missing(step, version)
+                shares = self._distribute([(index, prompts[index]) for index in unanswered])
+                self._answer(shares, keep, tokenizer, num_samples, sampling, seed, version)
+            except EngineFailure as failure:
+                self.budget.count_failure(failure)
+                self._workers.remove_dead()
+        return [groups[index] for index in range(len(prompts))]
+
+    def wake(self) -> None:
+        free_cached_memory()
+        self._workers.call_all("wake", send_timeout=self.timeouts.generate, answer_timeout=self.timeouts.sync)
+
+    def sleep(self) -> None:
+        request = "sleep", self.state.exhausted
+        self._workers.call_all(*request, send_timeout=self.timeouts.generate, answer_timeout=self.timeouts.sync)
+
+    def close(self) -> None:
+        self.drop_weights()
+        self._config = None
+        self._workers.close()
+        atexit.unregister(self.close)
+
+    # Weights
+
+    def _send_to_all(
+        self, weights: PolicyWeights, step: int, version: int
+    ) -> tuple[WeightManifest, list[EngineFailure]]:
+        """Send weights to all workers, which are started if there are none."""
+        workers = self._workers
+        if workers.running:
+            manifest = WeightManifest(dtype=self._sent_dtype)
+            return manifest, workers.send_weights(workers.running, weights, manifest, step, version, self.timeouts.sync)
+        self._sent_dtype = self.engine.dtype or (weights.compute_dtype if self.engine.follows_precision else None)
+        for _ in range(self.num_processes):
+            workers.running.append(workers.start())
+        if not torch.cuda.is_available() or self.engine.kv_cache_gib is not None:
+            rounds = [list(workers.running)]
+        else:  # one after another: vLLM measures the free memory while it starts
+            rounds = [[worker] for worker in workers.running]
+        failures: list[EngineFailure] = []
+        for some in rounds:
+            manifest = WeightManifest(dtype=self._sent_dtype)
+            failures += workers.send_weights(some, weights, manifest, step, version, self.timeouts.start)
+        return manifest, failures
+
+    # Completions
+
+    def _distribute(self, prompts: list[tuple[int, Prompt]]) -> list[tuple[WorkerProcess, list[tuple[int, Prompt]]]]:
+        """Deal prompts, with their indices, to the workers."""
+        workers = self._workers.running
+        if not workers:
+            raise EngineError(f"no process with the behaviour policy is left: {RESUME_ADVICE}")
+        shares = [(worker, prompts[number :: len(workers)]) for number, worker in enumerate(workers)]
+        return [(worker, share) for worker, share in shares if share]
+
+    def _answer(
+        self,
+        shares: list[tuple[WorkerProcess, list[tuple[int, Prompt]]]],
+        keep: Callable[[int, list[Completion]], None],
+        tokenizer: PreTrainedTokenizerBase,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        version: int,
+    ) -> None:
+        """Have every worker answer its share, and keep the groups as they arrive; finally raise if a worker failed."""
+        failure: EngineFailure | None = None
+        busy: dict[Connection, WorkerProcess] = {}
+        for worker, share in shares:
+            indices, prompts = [index for index, _ in share], [without_row(prompt) for _, prompt in share]
+            arguments = prompts, indices, num_samples, sampling, seed, version
+            try:
+                worker.set_tokenizer(tokenizer, self.timeouts.sync)
+                worker.request("generate", *arguments, timeout=self.timeouts.generate)
+                busy[worker.connection] = worker
+            except EngineFailure as error:
+                failure = error
+        deadline = time.monotonic() + self.timeouts.generate  # a worker that read its request late does not shorten it
+        try:
+            while busy:
+                ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    for worker in busy.values():
+                        worker.kill()
+                    limit = f"{self.timeouts.generate:g} s"
+                    raise EngineFailure(f"{len(busy)} processes of the pool were not done after {limit}")
+                for connection in ready:
+                    worker = busy[connection]  # type: ignore[index]
+                    try:
+                        kind, content = worker.receive(self.timeouts.generate)
+                    except EngineFailure as error:
+                        failure = error
+                        del busy[worker.connection]
+                        continue
+                    if kind == "group":
+                        keep(*content)
+                    elif kind == "answer":
+                        self.budget.add(content)
+                        del busy[worker.connection]
+        except BaseException:
+            for worker in busy.values():
+                worker.interrupt()  # so that the next request, such as for a checkpoint, does not wait
+            raise
+        if failure is not None:
+            raise failure
+
+    # Recovery
+
+    def _restart_all(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
+        """Start all workers again after all of them failed in a sync; with several ranks that is not possible."""
+        if has_other_ranks():
+            raise EngineError(f"every process of the pool failed in a sync of several ranks: {RESUME_ADVICE}")
+        while True:
+            self.budget.count_restarts(self.num_processes)
+            manifest, failures = self._send_to_all(weights, step, version)
+            if not failures:
+                return manifest
+            for failure in failures:
+                self.budget.count_failure(failure)
+            self._workers.end_all()
+
+    def _restart_missing_repeatedly(self, step: int, version: int) -> None:
+        """Call ``_restart_missing`` until it succeeds or the failure budget is exceeded."""
+        while True:
+            try:
+                return self._restart_missing(step, version)
+            except EngineFailure as failure:
+                self.budget.count_failure(failure)
+
+    def _restart_missing(self, step: int, version: int) -> None:
+        """Replace the workers that are gone by new ones with the weights that the others hold."""
+        self._workers.remove_dead()
+        if self._workers.is_complete:
+            return
+        with self.budget.timed():
+            held = self.held_weights()
+            weights = PolicyWeights(config=self.held_config(), tensors=lambda: iter(held.items()))
+            while not self._workers.is_complete:
+                worker, manifest = self._workers.start(), WeightManifest(dtype=self._sent_dtype)
+                try:
+                    for failure in self._workers.send_weights(
+                        [worker], weights, manifest, step, version, self.timeouts.start
+                    ):
+                        raise failure
+                    self._manifest.compare(worker.call("checksums", timeout=self.timeouts.sync))
+                except BaseException:
+                    self._workers.end(worker)
+                    raise
+                self._workers.running.append(worker)
+                self.budget.count_restarts()
+
+
+def free_cached_memory() -> None:
+    """Release the GPU memory that the trainer caches for its next update, because the engines need it now."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,215 @@
+"""The trainer's end of the pipe to a worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lgrpo.engines.base import RolloutEngine
+from lgrpo.engines.pool.cuda_buffers import ReceiverCache, StagedChunk
+from lgrpo.engines.processes import kill_process, log_excerpt, start_process
+from lgrpo.engines.recovery import EngineError, EngineFailure
+
+_COMMAND = """
+import os, shutil, signal, sys  # before the slow imports, because the trainer may end meanwhile
+signal.signal(signal.SIGTERM, lambda *_: (shutil.rmtree(os.path.dirname(sys.argv[2]), True), os._exit(0)))
+from lgrpo.engines.pool.worker import main
+main()
+"""
+
+
+class _Watchdog(threading.Thread):
+    """Checks twice a second whether a message exceeds its deadline, and then kills the worker."""
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self.deadline = math.inf
+        self.has_expired = False
+        self.stopped = threading.Event()
+        self._kill = kill
+        self.start()
+
+    def run(self) -> None:
+        while not self.stopped.wait(0.5):
+            if time.monotonic() > self.deadline:
+                self.deadline, self.has_expired = math.inf, True
+                self._kill()
+
+
+class WorkerProcess:
+    """A worker process, as the trainer sees it. Every method that waits has a time limit.
+
+    ``request`` starts a request and ``answer`` waits for its result; ``call`` does both. A worker that exceeds a time
+    limit or dies raises an ``EngineFailure``, and must be closed.
+    """
+
+    def __init__(self, engine: RolloutEngine, folder: Path, environment: dict[str, str]) -> None:
+        """
+        Args:
+            engine: Engine to run, which must be picklable.
+            folder: Folder of the worker's files, which it deletes when it ends.
+            environment: Environment variables of the process.
+        """
+        self.folder = folder
+        self.log = folder / "log"
+        self.connection, remote = Pipe()
+        self._is_busy = False
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._config: dict[str, Any] | None = None
+        self._cache: ReceiverCache = {}
+        with self.log.open("w") as log:
+            self.process: subprocess.Popen = start_process(
+                [sys.executable, "-c", _COMMAND, str(remote.fileno()), str(folder)],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(remote.fileno(),),
+            )
+        remote.close()
+        self._watchdog = _Watchdog(self.kill)
+        try:
+            self.send(engine, timeout=60)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, pickle.PicklingError | TypeError | AttributeError):
+                raise EngineError(f"a {type(engine).__name__} cannot be sent to another process: {error}") from error
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is running."""
+        return self.process.poll() is None
+
+    def call(self, name: str, *arguments: Any, timeout: float) -> Any:
+        """Send a request, and return its answer."""
+        self.request(name, *arguments, timeout=timeout)
+        return self.answer(timeout)
+
+    def request(self, name: str, *arguments: Any, timeout: float) -> None:
+        """Send a request. If an interrupted one is unanswered, cancel it first."""
+        while self._is_busy:
+            self._receive(timeout)  # discarded, errors too
+            if self._is_busy:
+                self.interrupt()  # again: the worker may not have started it at the first interrupt
+        self.send((name, arguments), timeout)
+        self._is_busy = True
+
+    def send_chunk(
+        self,
+        chunk: Path | StagedChunk,
+        config: PretrainedConfig,
+        step: int,
+        version: int,
+        number: int,
+        timeout: float,
+    ) -> None:
+        """Send a chunk of weights; the first one with the request to receive them."""
+        message = chunk if isinstance(chunk, Path) else chunk.message(self._cache)
+        if number > 0:
+            self.send(message, timeout)
+            return
+        settings = config.to_dict()
+        new_config = None if settings == self._config else config
+        self.request("receive_weights", new_config, step, version, message, timeout=timeout)
+        self._config = settings
+
+    def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
+        """Send the tokenizer, unless the worker has it."""
+        if tokenizer is not self._tokenizer:
+            self.call("set_tokenizer", tokenizer, timeout=timeout)
+            self._tokenizer = tokenizer
+
+    def answer(self, timeout: float) -> Any:
+        """Return the answer to the last request; messages before it are discarded."""
+        while True:
+            kind, content = self.receive(timeout)
+            if kind == "answer":
+                return content
+
+    def expect(self, expected: str, timeout: float) -> None:
+        """Receive a message, and raise if it is of another kind."""
+        kind, _ = self.receive(timeout)
+        if kind != expected:
+            raise EngineError(f"a process of the pool sent {kind!r}, not {expected!r}")
+
+    def receive(self, timeout: float) -> tuple[str, Any]:
+        """Return kind and content of the next message; an error is raised."""
+        kind, content = self._receive(timeout)
+        if kind == "error":
+            raise content
+        return kind, content
+
+    def send(self, message: Any, timeout: float) -> None:
+        """Send a message."""
+        with self._within(timeout):
+            self.connection.send(message)
+
+    def interrupt(self) -> None:
+        """Ask the worker to cancel its current request."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGINT)
+
+    def close(self) -> bool:
+        """End the process, and return whether it exited by itself. An idle worker exits when its pipe is closed."""
+        self._watchdog.stopped.set()
+        self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0 if self._is_busy else 10)
+        has_exited = self.process.poll() == 0
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return has_exited
+
+    def kill(self) -> None:
+        """Kill the process."""
+        kill_process(self.process)
+
+    def _receive(self, timeout: float) -> tuple[str, Any]:
+        with self._within(timeout):
+            kind, content = self.connection.recv()
+        if kind in ("answer", "error"):
+            self._is_busy = False
+        return kind, content
+
+    @contextlib.contextmanager
+    def _within(self, timeout: float) -> Iterator[None]:
+        """Send or receive one message inside; kill the worker at the deadline, or if the message is cut off."""
+        self._watchdog.deadline = time.monotonic() + timeout
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            if self._watchdog.has_expired:
+                raise EngineFailure(
+                    f"a process of the pool did not answer for {timeout:g} s{log_excerpt(self.log)}"
+                ) from error
+            raise self._exit_failure() from error
+        except (pickle.PicklingError, TypeError, AttributeError):  # not picklable: nothing was sent
+            raise
+        except BaseException:
+            self.kill()  # the message is incomplete
+            raise
+        finally:
+            self._watchdog.deadline = math.inf
+
+    def _exit_failure(self) -> EngineFailure:
+        try:
+            code = f" with exit code {self.process.wait(5)}"
+        except subprocess.TimeoutExpired:
+            code = ""
+        self.kill()
+        return EngineFailure(f"a process of the pool ended{code}{log_excerpt(self.log)}")

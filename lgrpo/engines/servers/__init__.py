@@ -1,0 +1,1 @@
+"""vLLM servers, started by lgrpo or by the user."""

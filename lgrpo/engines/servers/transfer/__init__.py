@@ -1,0 +1,1 @@
+"""How weights get from the policy into vLLM servers."""

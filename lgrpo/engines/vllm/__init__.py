@@ -1,0 +1,1 @@
+"""vLLM in the training process, and how its weights are read back."""

@@ -1,0 +1,105 @@
+"""One ``vllm.LLM`` in the training process."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from lgrpo.engines.manifest import WeightManifest
+from lgrpo.engines.recovery import EngineError
+from lgrpo.engines.vllm.runtime import explain, import_vllm, isolated
+from lgrpo.engines.weight_files import temporary_folder, write_folder
+from lgrpo.types import NamedTensors
+
+
+class EmbeddedLLM:
+    """A ``vllm.LLM`` in this process, and the memory it takes.
+
+    After ``__init__`` it has no weights yet, or the base weights for adapters. ``sleep`` releases its memory, ``wake``
+    takes it back. After ``close`` it cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        arguments: dict[str, Any],
+        base: NamedTensors | None = None,
+    ) -> None:
+        """
+        Args:
+            config: Architecture of the model.
+            dtype: Precision of the weights.
+            arguments: Arguments of ``vllm.LLM``.
+            base: Weights to start with; None: vLLM starts without weights.
+        """
+        self.dtype = dtype
+        self.manifest = WeightManifest(dtype=dtype)
+        """The base weights."""
+        self.shares_process_groups = torch.distributed.is_initialized()
+        """Whether it uses process groups of the trainer, so that no other can be built after it failed."""
+        self._asleep: set[str] = set()
+        self._is_frozen = False
+        self.llm = self._build(config, arguments, base)
+
+    def _build(self, config: PretrainedConfig, arguments: dict[str, Any], base: NamedTensors | None) -> Any:
+        vllm = import_vllm()
+        num_bytes = sum(tensor.numel() for _, tensor in base()) * self.dtype.itemsize if base else 0
+        with temporary_folder(num_bytes) as folder, isolated():
+            config.save_pretrained(folder)
+            if base is not None:
+                write_folder(folder, self.manifest.stream(base()))
+            if self.shares_process_groups:
+                os.environ["RANK"] = str(torch.distributed.get_rank())  # vLLM requires it; Lightning does not set it
+            try:
+                return vllm.LLM(model=str(folder), **arguments)
+            except Exception as error:
+                if not self.shares_process_groups:  # vLLM leaves process groups behind, with which a restart would fail
+                    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+                    cleanup_dist_env_and_memory()
+                raise EngineError(explain(error, config)) from error
+            finally:
+                gc.unfreeze()  # vLLM freezes every object, also the trainer's garbage
+
+    def on_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function with vLLM's worker."""
+        return self.llm.collective_rpc(function, args=arguments)[0]
+
+    def on_model(self, function: Callable[..., Any]) -> Any:
+        """Call a function with vLLM's model."""
+        return self.llm.apply_model(function)[0]
+
+    def wake(self, *tags: str) -> None:
+        """Take back the memory of ``weights`` or ``kv_cache``, if it sleeps."""
+        if asleep := [tag for tag in tags if tag in self._asleep]:
+            torch.cuda.empty_cache()  # vLLM needs the memory that the trainer caches for its next update
+            with isolated():
+                self.llm.wake_up(tags=asleep)
+            self._asleep -= set(asleep)
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Release the memory of cache and weights; ``keep_weights`` copies the weights to host memory first."""
+        if len(self._asleep) == 2:
+            return
+        self.wake("weights", "kv_cache")  # vLLM can only sleep as a whole
+        if not self._is_frozen:
+            gc.collect()
+            gc.freeze()  # vLLM collects garbage at every sleep, which takes 0.3 s with all objects
+            self._is_frozen = True
+        with isolated():
+            self.llm.sleep(level=1 if keep_weights else 2)
+        self._asleep = {"weights", "kv_cache"}
+
+    def close(self) -> None:
+        """Shut vLLM down, and release its memory."""
+        llm, self.llm = self.llm, None
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.unfreeze()
+        gc.collect()

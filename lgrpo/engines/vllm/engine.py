@@ -1,0 +1,344 @@
+"""The engine that samples with vLLM in the training process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, Timeouts
+from lgrpo.engines.completions import eos_ids, sampled_completion
+from lgrpo.engines.manifest import WeightManifest, WeightSyncError
+from lgrpo.engines.processes import has_other_ranks
+from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults
+from lgrpo.engines.vllm.adapter import adapter_flags
+from lgrpo.engines.vllm.embedded import EmbeddedLLM
+from lgrpo.engines.vllm.layout import checksums, engine_layout
+from lgrpo.engines.vllm.loaders import AdapterLoader, WeightLoader, WholeLoader
+from lgrpo.engines.vllm.runtime import (
+    WHOLE_PROMPTS,
+    answer_all,
+    check_context_length,
+    first_line,
+    import_vllm,
+    isolated,
+)
+from lgrpo.functional import named_checksums, stream_seed
+from lgrpo.types import Adapter, Completion, NamedTensors, PolicyWeights, Prompt
+
+
+@final
+class VLLMEngine(RolloutEngine):
+    """vLLM in the training process, on the same device. On a GPU it sleeps while the trainer updates.
+
+    vLLM is built at the first sync. If it fails while it generates, by an error or because it runs out of memory, it is
+    rebuilt with the weights it held, and continues with the unanswered prompts.
+    """
+
+    follows_precision = True
+
+    def __init__(
+        self,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 512,
+        gpu_memory_utilization: float = 0.5,
+        kv_cache_gib: float | None = None,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool | None = None,
+        sleep_mode: bool | None = None,
+        seeded: bool | None = None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008
+        max_failures: int = 3,
+        adapters: bool = True,
+        verify: bool = True,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            dtype: Precision of vLLM's weights; by default the trainer's compute precision (bfloat16 on a GPU with
+                bf16-mixed), otherwise the policy's.
+            max_model_len: Most tokens of prompt and completion together; by default the model's limit.
+            max_num_seqs: Completions decoded at a time.
+            gpu_memory_utilization: Share of the GPU's memory that vLLM may use while awake.
+            kv_cache_gib: Size of the key-value cache; by default the rest of gpu_memory_utilization, on a CPU 0.25.
+            tensor_parallel_size: Number of GPUs that the model is sharded over.
+            enforce_eager: Whether to run without CUDA graphs. By default on CPUs only.
+            sleep_mode: Whether to release memory while the trainer updates. By default on GPUs.
+            seeded: Whether each request has its own seed, so that runs are reproducible; on a GPU this disables vLLM's
+                fast sampler. By default on CPUs only.
+            timeouts: Time limits; only ``generate`` applies.
+            max_failures: Failures of vLLM that a generation recovers from; the next one stops the run.
+            adapters: Whether a sync of a LoRA policy sends only the adapters, which vLLM applies; otherwise the merged
+                weights.
+            verify: Whether to compare vLLM's checksums with the policy's after every sync.
+            options: Further arguments of ``vllm.LLM``.
+        """
+        super().__init__()
+        self.dtype = None if dtype is None else getattr(torch, dtype)
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.kv_cache_gib = kv_cache_gib
+        self.tensor_parallel_size = tensor_parallel_size
+        self.enforce_eager = enforce_eager
+        self.sleep_mode = sleep_mode
+        self.seeded = seeded
+        self.timeouts = timeouts
+        self.adapters = adapters
+        self.verify = verify
+        self.options = options or {}
+        self.budget = FailureBudget(max_failures)
+        self._loader: WeightLoader | None = None
+        """vLLM, and how weights get into it; None before the first sync and after a failure."""
+        self._llm_dtype: torch.dtype | None = None
+        """Precision of the last vLLM, which a rebuilt one must have too."""
+        self._config: PretrainedConfig | None = None
+        self._base: NamedTensors | None = None
+        """Base weights of the adapters, if only adapters are synced."""
+        self._rescued: dict[str, Tensor] = {}
+        """Weights read from a failed vLLM, until the next one has loaded them."""
+        self._on_cpu = False
+        self._is_seeded = False
+
+    @property
+    def faults(self) -> Faults:
+        return self.budget.faults
+
+    def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
+        if self._loader is None:
+            self._loader = self._start(weights)
+        llm = self._loader.llm
+        llm.wake("weights")
+        try:
+            manifest = self._loader.load(weights)
+        except BaseException as error:
+            self.close()  # vLLM may have lost its old weights
+            if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
+                raise
+            raise WeightSyncError(f"vLLM did not load the weights: {first_line(error)}") from error
+        if not llm.llm.reset_prefix_cache():
+            raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
+        self._config = weights.config
+        return manifest
+
+    def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
+        if not self.verify:
+            return manifest.checksums
+        assert self._loader is not None
+        try:
+            return self._loader.checksums()
+        except LookupError as error:
+            model_type = self._config and self._config.model_type
+            raise WeightSyncError(f"{error}: lgrpo does not know vLLM's weight layout of {model_type}") from error
+
+    def held_weights(self) -> dict[str, Tensor]:
+        if self._loader is None:
+            if not self._rescued:
+                raise EngineError(f"vLLM failed, and with it the behaviour policy it held: {RESUME_ADVICE}")
+            return dict(self._rescued)
+        self._loader.llm.wake("weights")
+        return self._loader.copies()
+
+    def held_config(self) -> PretrainedConfig:
+        if self._config is None:
+            raise NoWeightsError
+        return self._config
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        step, version = self.require_weights()
+        if self._loader is None:
+            raise EngineError(f"vLLM failed, and could not be rebuilt: {RESUME_ADVICE}")
+        check_context_length(prompts, sampling, self._loader.llm.llm.llm_engine.model_config.max_model_len)
+        requests = self._requests(prompts, num_samples, sampling, seed, tokenizer, version)
+        groups: dict[int, list[Completion]] = {}
+
+        def keep(index: int, output: Any) -> None:
+            groups[index] = [
+                sampled_completion(
+                    list(answer.token_ids),
+                    answer.logprobs.logprobs,
+                    answer.finish_reason,
+                    sampling,
+                    tokenizer,
+                    step,
+                    version,
+                )
+                for answer in output.outputs
+            ]
+            if on_group is not None:
+                on_group(index, groups[index])
+
+        self.budget.reset()
+        while unanswered := [index for index in requests if index not in groups]:
+            try:
+                first_seed = stream_seed(seed, prompts[unanswered[0]].position)
+                self._answer({index: requests[index] for index in unanswered}, keep, first_seed)
+            except EngineFailure as failure:
+                self.budget.count_failure(failure)
+            else:
+                break
+            with self.budget.timed():  # not in the handler: the traceback would keep the failed vLLM's memory
+                self._rebuild(step, version)
+            self.budget.count_restarts()
+        return [groups[index] for index in range(len(prompts))]
+
+    def wake(self) -> None:
+        if self._loader is not None:
+            self._loader.llm.wake("weights")
+
+    def sleep(self) -> None:
+        """Release vLLM's memory; the weights are kept in host memory if they will be needed again."""
+        if self._loader is not None and self._sleeps:
+            is_needed = not self.state.exhausted or self._base is not None  # base weights are sent only once
+            self._loader.llm.sleep(keep_weights=is_needed)
+
+    def close(self) -> None:
+        self.drop_weights()
+        self._rescued = {}
+        if self._loader is not None:
+            llm, self._loader = self._loader.llm, None  # the loader has views of vLLM's memory
+            llm.close()
+
+    # Private
+
+    @property
+    def _sleeps(self) -> bool:
+        return (not self._on_cpu) if self.sleep_mode is None else self.sleep_mode
+
+    def _start(self, weights: PolicyWeights) -> WeightLoader:
+        """Build vLLM, for whole weights or for adapters on top of the base weights."""
+        adapter = weights.adapter if self.adapters else None
+        if adapter is not None:
+            self._base, self.state.adapter_rank = adapter.base, adapter.rank
+        precision = self.dtype or self._llm_dtype or weights.compute_dtype
+        self._llm_dtype = precision or next(iter(weights) if adapter is None else adapter.base())[1].dtype
+        llm = self._build(weights.config, self._llm_dtype, adapter)
+        return WholeLoader(llm) if adapter is None else AdapterLoader(llm)
+
+    def _build(self, config: PretrainedConfig, dtype: torch.dtype, adapter: Adapter | None) -> EmbeddedLLM:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM warns about harmless things at every sync
+        if has_other_ranks():
+            self.options.setdefault("distributed_executor_backend", "external_launcher")
+        self._on_cpu = import_vllm().platforms.current_platform.is_cpu()
+        self._is_seeded = self._on_cpu if self.seeded is None else self.seeded
+        cache = self.kv_cache_gib if self.kv_cache_gib is not None else (0.25 if self._on_cpu else None)
+        arguments = {
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enforce_eager": self._on_cpu if self.enforce_eager is None else self.enforce_eager,
+            "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": self._sleeps and not self._on_cpu,
+            "disable_log_stats": True,
+        }
+        if self._on_cpu and self._is_seeded:
+            arguments |= WHOLE_PROMPTS
+        if adapter is None:
+            return EmbeddedLLM(config, dtype, arguments | self.options)
+        arguments |= {"load_format": "safetensors", "use_tqdm_on_load": False} | adapter_flags(adapter.rank)
+        llm = EmbeddedLLM(config, dtype, arguments | self.options, adapter.base)
+        if self.verify:
+            layout = engine_layout(llm.manifest.shapes)
+            llm.manifest.compare(llm.on_model(lambda model: checksums(model, layout)))
+        return llm
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        version: int,
+    ) -> dict[int, tuple[dict[str, Any], Any]]:
+        """Return each prompt, and its sampling parameters, as vLLM takes them."""
+        from vllm import SamplingParams
+
+        eos = sorted(eos_ids(self.held_config(), tokenizer))
+        requests = {}
+        for index, prompt in enumerate(prompts):
+            parameters = SamplingParams(
+                n=num_samples,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                max_tokens=sampling.max_tokens,
+                seed=stream_seed(seed, prompt.position) if self._is_seeded else None,
+                logprobs=0,
+                flat_logprobs=True,  # otherwise vLLM creates an object per token
+                detokenize=False,
+                stop_token_ids=eos,
+            )
+            requests[index] = {"prompt_token_ids": prompt.token_ids, "cache_salt": f"v{version}"}, parameters
+        return requests
+
+    def _answer(
+        self, requests: Mapping[int, tuple[dict[str, Any], Any]], keep: Callable[[int, Any], None], seed: int
+    ) -> None:
+        """Have vLLM answer requests; raise an ``EngineFailure`` if it fails."""
+        assert self._loader is not None
+        self._loader.llm.wake("weights", "kv_cache")
+        stance = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
+        with isolated(), stance:
+            answer_all(self._loader.llm.llm, requests, keep, seed, self.timeouts.generate, self._loader.request)
+
+    def _rebuild(self, step: int, version: int) -> None:
+        """Replace a failed vLLM by one with the same weights, read from the failed one and verified."""
+        assert self._loader is not None
+        if self._loader.llm.shares_process_groups:
+            raise EngineError(
+                "vLLM failed, and cannot be rebuilt because its process groups are also the trainer's: "
+                f"{RESUME_ADVICE}, or use lgrpo.engines.VLLMServerEngine"
+            )
+        manifest, config = self._loader.manifest, self.held_config()
+        try:
+            weights = {name: tensor.cpu() for name, tensor in self.held_weights().items()}
+            if self.verify:
+                manifest.compare(named_checksums(weights.items()))
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self.close()
+            self.state.step, self.state.version = step, version  # so that a checkpoint requires the weights, and fails
+            raise EngineError(
+                f"vLLM failed, and with it the behaviour policy it held ({first_line(error)}): {RESUME_ADVICE}"
+            ) from error
+        self.close()
+        self._rescued = weights
+        try:
+            rebuilt = self.replace_weights(self._as_policy_weights(config, weights), step, version)
+            if self.verify:
+                manifest.compare(self.held_checksums(rebuilt))  # with the sync's manifest, not with what was rescued
+        except BaseException:
+            self.state.step, self.state.version = step, version  # a checkpoint can still contain the rescued weights
+            raise
+        self._rescued = {}
+
+    def _as_policy_weights(self, config: PretrainedConfig, tensors: dict[str, Tensor]) -> PolicyWeights:
+        """Return weights that were held, in the form of a sync."""
+        if self.state.adapter_rank is None:
+            return PolicyWeights(config=config, tensors=lambda: iter(tensors.items()))
+        assert self._base is not None
+        adapter = Adapter(rank=self.state.adapter_rank, base=self._base, tensors=lambda: iter(tensors.items()))
+        return PolicyWeights.adapted(config, adapter)

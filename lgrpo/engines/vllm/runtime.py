@@ -1,0 +1,161 @@
+"""Use of vLLM inside the training process: import, isolation from the trainer, requests, and error messages."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from lgrpo.engines.base import Sampling
+from lgrpo.engines.recovery import EngineError, EngineFailure
+from lgrpo.types import Prompt
+
+WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
+"""Arguments for seeded requests on a CPU, whose generators cannot be rewound as chunked prefill requires."""
+
+
+def import_vllm() -> Any:
+    """Return the vllm package, or raise an ``EngineError`` that says how to install it."""
+    try:
+        import vllm
+        import vllm.platforms
+    except ImportError as error:
+        raise EngineError(
+            f"this engine needs vLLM, which cannot be imported ({error}): pip install 'lgrpo[vllm]', or use "
+            "lgrpo.engines.TransformersEngine"
+        ) from error
+    return vllm
+
+
+def check_context_length(prompts: Sequence[Prompt], sampling: Sampling, max_model_len: int) -> None:
+    """Raise ``ValueError`` if prompt and completion exceed the context: vLLM would truncate silently."""
+    for prompt in prompts:
+        if len(prompt.token_ids) + sampling.max_tokens > max_model_len:
+            raise ValueError(
+                f"a prompt of {len(prompt.token_ids)} tokens and a completion of {sampling.max_tokens} exceed vLLM's "
+                f"max_model_len of {max_model_len}: {prompt.text[:60]!r}…"
+            )
+
+
+def explain(error: Exception, config: PretrainedConfig) -> str:
+    """Return why vLLM did not start, and what to do."""
+    text, architecture = str(error), (config.architectures or [config.model_type])[0]
+    if "are not supported" in text or "no vLLM implementation" in text.lower() or "head_size" in text.lower():
+        return f"vLLM cannot serve {architecture}: {first_line(error)}. Use lgrpo.engines.TransformersEngine"
+    if "memory profiling" in text:
+        return (
+            "vLLM measures how much GPU memory it needs, and memory was released meanwhile, probably by another "
+            f"process: start again, or set kv_cache_gib, with which it does not measure ({first_line(error)})"
+        )
+    if "KV cache" in text or "cache blocks" in text or "memory" in text.lower():
+        return (
+            f"vLLM found no memory for the KV cache: {first_line(error)}. Lower max_model_len, or raise kv_cache_gib "
+            "or gpu_memory_utilization"
+        )
+    return f"vLLM did not start with {architecture}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+
+
+def answer_all(
+    llm: Any,
+    requests: Mapping[int, tuple[dict[str, Any], Any]],
+    keep: Callable[[int, Any], None],
+    seed: int,
+    timeout: float,
+    adapter: Any = None,
+) -> None:
+    """Step vLLM until all requests are answered. After an error vLLM has none of them left. Call it in ``isolated``.
+
+    Args:
+        llm: A ``vllm.LLM``.
+        requests: Prompt and sampling parameters by an index.
+        keep: Called with the index and vLLM's output as soon as a request is finished.
+        seed: Seed of the process's generators, from which requests without a seed draw. Without it they would draw the
+            same numbers every time, because ``isolated`` restores the generators.
+        timeout: Time limit in seconds.
+        adapter: vLLM's request for the adapter to apply, if any.
+    """
+    engine, finished = llm.llm_engine, 0
+    deadline = time.monotonic() + timeout
+    inputs, parameters = zip(*requests.values(), strict=True)
+    with without_garbage_collection():
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            names = llm.enqueue(list(inputs), list(parameters), adapter, use_tqdm=False)
+            indices = {name.split("-")[0]: index for name, index in zip(names, requests, strict=True)}
+            while engine.has_unfinished_requests():
+                if time.monotonic() > deadline:
+                    left, total = engine.get_num_unfinished_requests(), sum(p.n for p in parameters)
+                    raise EngineError(f"vLLM had {left} of {total} completions unfinished after {timeout:g} s")
+                for output in _step(engine):
+                    if output.finished:
+                        keep(indices[output.request_id.split("-")[0]], output)  # after the dash is a random part
+                        finished += 1
+        except BaseException:  # the next generation would wait for the requests that are left
+            with contextlib.suppress(Exception):  # a failed vLLM may raise again
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
+    if finished != len(requests):
+        raise EngineFailure(f"vLLM answered {finished} of {len(requests)} prompts")
+
+
+def _step(engine: Any) -> list[Any]:
+    try:
+        return engine.step()
+    except Exception as error:
+        raise EngineFailure(f"vLLM failed while generating: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection: vLLM creates many small objects per token, of which few are garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Restore the trainer's random states, thread count, exception hook and environment after vLLM has run inside."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    set_threads, threads, hook, environment = (
+        torch.set_num_threads,
+        torch.get_num_threads(),
+        sys.excepthook,
+        dict(os.environ),
+    )
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        sys.excepthook = hook
+        for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "RANK", "TORCHINDUCTOR_COMPILE_THREADS"):
+            if name in environment:
+                os.environ[name] = environment[name]
+            else:
+                os.environ.pop(name, None)

@@ -1,0 +1,48 @@
+"""When weights are synced and rollouts sampled: the rule that WeightSync, the data module and the simulation share.
+
+Rollouts k = 0, 1, 2, … are sampled and trained in order. Rollout k + ``lead`` is sampled before rollout k is trained.
+A cycle is the rollouts sampled from one set of weights; ``cycle_end`` is the first rollout after it (None: unknown).
+"""
+
+from __future__ import annotations
+
+
+def is_sync_due(rollout: int, period: int | None, lead: int = 0) -> bool:
+    """Return whether the engine is synced before rollout k is sampled; a period of None syncs before rollout 0 only.
+
+    >>> [k for k in range(10) if is_sync_due(k, period=3, lead=2)]
+    [0, 2, 5, 8]
+    """
+    num_trained = rollout - lead
+    return rollout == 0 or (period is not None and num_trained >= 0 and num_trained % period == 0)
+
+
+def num_rollouts_in_cycle(rollout: int, period: int | None, lead: int = 0) -> int | None:
+    """Return how many rollouts are sampled from weights synced before rollout k; None if the period is None.
+
+    >>> [num_rollouts_in_cycle(k, period=3, lead=2) for k in (0, 2, 5, 6)]
+    [2, 3, 3, 2]
+    """
+    if period is None:
+        return None
+    return lead if rollout < lead else period - (rollout - lead) % period
+
+
+def rollouts_to_sample(rollout: int, cycle_end: int | None, run_end: int, generate_ahead: bool) -> range:
+    """Return the rollouts that one call of the engine samples, beginning with rollout k.
+
+    >>> rollouts_to_sample(4, cycle_end=8, run_end=7, generate_ahead=True)
+    range(4, 7)
+    """
+    end = min(cycle_end, run_end) if generate_ahead and cycle_end is not None else rollout + 1
+    return range(rollout, max(end, rollout + 1))
+
+
+def rollout_in_background(rollout: int, lead: int, cycle_end: int | None, run_end: int) -> int | None:
+    """Return the rollout that may be sampled while rollout k is trained; None if it needs a sync first.
+
+    >>> [rollout_in_background(k, lead=0, cycle_end=3, run_end=9) for k in range(3)]
+    [1, 2, None]
+    """
+    following = rollout + lead + 1
+    return following if cycle_end is not None and following < min(cycle_end, run_end) else None

@@ -1,0 +1,87 @@
+"""Hidden states and logits of a causal language model, with its rows packed or padded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lgrpo.policy.attention import PACKED
+
+
+def is_packed(attention: str) -> bool:
+    """Return whether an attention implementation takes rows one after another, without padding."""
+    return attention == "packed" or attention.startswith("flash_attention")
+
+
+def hidden_states(model: PreTrainedModel, tokens: Tensor, is_read: Tensor, packed: bool) -> Tensor:
+    """Return the last hidden states [N, H] of the tokens to read, row after row.
+
+    Args:
+        model: Causal language model.
+        tokens: Token ids, [B, T].
+        is_read: Tokens to read, [B, T]: a prefix of each row. The rest of the row is padding.
+        packed: Concatenate the rows instead of padding them.
+    """
+    if not packed:
+        return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[is_read]
+    lengths = is_read.sum(1)
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)[is_read]
+    longest = int(lengths.max())
+    output = model.base_model(
+        input_ids=tokens[is_read][None],
+        position_ids=positions[None],
+        use_cache=False,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=longest,
+        max_length_k=longest,
+    )
+    return output.last_hidden_state[0]
+
+
+def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Return the logits of hidden states, with the scaling that a few architectures apply after the linear head."""
+    logits = model.get_output_embeddings()(hidden)
+    config = model.config.get_text_config()
+    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * scale
+    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / scale
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel) -> None:
+    """Raise a ``ValueError`` if ``logits`` differs from what the model itself computes."""
+    tokens = torch.tensor([[0, 1, 2]], device=model.device)
+    was_training = model.training
+    model.eval()
+    expected = model(input_ids=tokens, use_cache=False).logits
+    found = logits(model, model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+    model.train(was_training)
+    if expected.shape != found.shape or not torch.allclose(expected.float(), found.float(), rtol=1e-2, atol=1e-2):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the linear head in a way lgrpo does not know, so "
+            "log-probabilities would be wrong"
+        )
+
+
+@torch.no_grad()
+def can_pack(model: PreTrainedModel) -> bool:
+    """Return whether packed rows of this model do not attend to each other. If not, switch it to padded attention."""
+    tokens = torch.tensor([[0, 1, 2, 1], [2, 1, 0, 0]], device=model.device)
+    is_read = torch.tensor([[True, True, True, True], [True, True, False, False]], device=model.device)
+    try:
+        packed = hidden_states(model, tokens, is_read, packed=True)
+    except (TypeError, ValueError, RuntimeError):
+        packed = None
+    model.set_attn_implementation("sdpa")
+    padded = hidden_states(model, tokens, is_read, packed=False)
+    if packed is None or not torch.allclose(packed.float(), padded.float(), rtol=1e-2, atol=1e-2):
+        return False
+    model.set_attn_implementation(PACKED)
+    return True

@@ -1,0 +1,64 @@
+"""Tokenizer and model from the Hugging Face hub, from a folder, or initialised from a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+
+def load_tokenizer(source: str, pad_token: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that has a pad token; raise a ``ValueError`` that says how to choose one if it has none."""
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ValueError(f"policy.pad_token {pad_token!r} is not a token of {source}")
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {source} has no pad token: set policy.pad_token to one of its tokens that never "
+            "occurs in a text, such as a reserved one"
+        )
+    return tokenizer
+
+
+def load_model(
+    name: str | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> PreTrainedModel:
+    """Return the model ``name``, or one initialised at random from ``config``, in training mode and without dropout.
+
+    With dropout two passes of one policy would differ, so there would be no ratio.
+    """
+    for key in config.to_dict():
+        if key.endswith(("dropout", "pdrop", "dropout_prob")):
+            setattr(config, key, 0.0)
+    if name is not None:
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, **options)
+    else:
+        model = AutoModelForCausalLM.from_config(config, **options)
+    model.config.eos_token_id = eos_token_ids(model, tokenizer)
+    model.config.architectures = [type(model).__name__]
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > num_embeddings:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model only {num_embeddings}: they do not belong together"
+        )
+    return model.train()
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every token that ends a sequence, of the tokenizer, the config and the generation config."""
+    ids: set[int] = set()
+    for source in (
+        tokenizer.eos_token_id,
+        model.config.eos_token_id,
+        model.generation_config and model.generation_config.eos_token_id,
+    ):
+        ids |= set(source if isinstance(source, list) else [] if source is None else [source])
+    return sorted(ids)

@@ -1,0 +1,62 @@
+"""Sharding of a policy as the Trainer's strategy requires, and clipping of its gradients."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lgrpo.policy import fsdp1
+from lgrpo.policy.causal import CausalPolicy
+from lgrpo.policy.reference import Reference
+
+
+def shard(
+    policy: CausalPolicy, reference: Reference | None, strategy: Strategy, mesh: DeviceMesh | None
+) -> tuple[CausalPolicy, Reference | None]:
+    """Return policy and reference, sharded if the strategy is FSDP1 or FSDP2.
+
+    With FSDP1 they are wrappers. Their mixed precision is the strategy's argument, not Lightning's default, which would
+    round gradients and the angles of rotary embeddings to bfloat16: autocast alone computes what every other strategy
+    does.
+    """
+    if isinstance(strategy, ModelParallelStrategy) and mesh is not None:
+        policy.shard_fsdp2(mesh["data_parallel"])
+        if reference is not None:
+            reference.shard_fsdp2(mesh["data_parallel"])
+    if isinstance(strategy, FSDPStrategy):
+        policy = policy.shard_fsdp1(strategy.mixed_precision)
+        if isinstance(reference, CausalPolicy):
+            reference = reference.shard_fsdp1(strategy.mixed_precision)
+    return policy, reference
+
+
+def check_strategy(policy: CausalPolicy, trainer: L.Trainer) -> None:
+    """Raise a ``ValueError`` if the Trainer's strategy does not support the policy."""
+    if isinstance(trainer.strategy, FSDPStrategy):
+        writes_shards = trainer.strategy._state_dict_type == "sharded"
+        fsdp1.check_supported(policy.lora is not None, policy.compile_layers, writes_shards, trainer.world_size)
+
+
+def clip_gradients(
+    module: L.LightningModule,
+    policy: CausalPolicy,
+    optimizer: torch.optim.Optimizer,
+    value: float | None,
+    algorithm: str | None,
+) -> None:
+    """Clip gradients as Lightning does, and in two cases that Lightning refuses.
+
+    These are the norm of gradients sharded by FSDP1, and fused optimizers in bfloat16, which has no loss scale.
+    """
+    kind, precision = GradClipAlgorithmType(algorithm or "norm"), module.trainer.precision_plugin
+    if isinstance(policy, FullyShardedDataParallel) and value and kind == GradClipAlgorithmType.NORM:
+        policy.clip_grad_norm_(value)
+    elif isinstance(precision, MixedPrecision) and precision.scaler is None and value:
+        Precision.clip_gradients(precision, optimizer, value, kind)
+    else:
+        module.clip_gradients(optimizer, value, algorithm)

@@ -1,0 +1,314 @@
+"""The file format of recorded rollouts: one row per completion, in Parquet, or in JSON lines from other programs.
+
+``RolloutRecorder`` writes such files and ``ReplayEngine`` trains on them. Reading a file executes nothing in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, final
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from transformers import PreTrainedTokenizerBase
+
+from lgrpo.rewards import FailedScore
+from lgrpo.run.resume import vocabulary_fingerprint
+from lgrpo.tasks.files import is_data_file, read_file
+from lgrpo.types import RECORDED, Completion, Prompt
+
+SCHEMA = pa.schema(
+    [
+        ("group", pa.int64()),  # rows with the same number are siblings
+        ("sibling", pa.int32()),
+        ("position", pa.int64()),  # position of the prompt in the recorded run
+        ("rollout", pa.int64()),
+        ("prompt", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("row", pa.string()),  # JSON of the dataset row, which the reward checks the answer against
+        ("completion", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("reward", pa.float32()),
+        ("failed", pa.bool_()),  # whether the completion could not be scored
+        ("advantage", pa.float32()),
+        ("behaviour_step", pa.int64()),
+        ("version", pa.int64()),
+    ]
+)
+"""Schema of a recording. Files of other programs need only ``prompt`` and ``completion``."""
+
+_KEY = b"lgrpo"
+_FORMAT = 1
+_LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "finish_reason"}
+"""Columns that hold lists over all siblings of a prompt, and their names for one completion."""
+
+
+def write_recording(rows: Sequence[Mapping[str, Any]] | pa.Table, metadata: Mapping[str, Any], path: Path) -> None:
+    """Write a file atomically; replace one of the same name.
+
+    Args:
+        rows: Rows with the names of ``SCHEMA``; missing values are null.
+        metadata: Task, model, tokenizer and sampling of all rows. Stored as JSON in the file's metadata.
+        path: Path of the file.
+    """
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows), schema=SCHEMA)
+    table = table.replace_schema_metadata({_KEY: json.dumps({"format": _FORMAT, **metadata}, default=str).encode()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        pq.write_table(table, unfinished, compression="zstd")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def with_column(table: pa.Table, name: str, values: list[Any]) -> pa.Table:
+    """Return the table with the values of a column replaced."""
+    index = table.column_names.index(name)
+    return table.set_column(index, table.schema.field(index), pa.array(values, table.schema.field(index).type))
+
+
+@dataclass(kw_only=True, slots=True)
+class RecordedGroup:
+    """Completions of one prompt that were recorded together."""
+
+    prompt: str
+    position: int | None
+    """Position of the prompt in the recorded run."""
+    rows: list[int]
+    """Row numbers of its completions in the table, in the order of siblings."""
+
+
+@final
+@dataclass(kw_only=True)
+class Recording:
+    """All completions of some files, in one table, and their groups."""
+
+    name: str
+    """Paths of the files, for messages."""
+    table: pa.Table
+    metadata: list[dict[str, Any]] = field(default_factory=list)
+    """Distinct metadata of the files; files of other programs have none."""
+    has_unknown_tokenizer: bool = False
+    """Whether a file does not say which tokenizer its token ids are from."""
+
+    @classmethod
+    def read(cls, path: str | Sequence[str]) -> Recording:
+        """Read a file, a folder of Parquet files (as ``RolloutRecorder`` writes it), or several of either.
+
+        Raises:
+            FileNotFoundError: If a path does not exist.
+            ValueError: If something is invalid or missing; the message says what and where.
+        """
+        paths = [path] if isinstance(path, str) else list(path)
+        files = [file for one in paths for file in _files(one)]
+        tables, metadata, first_group, has_unknown_tokenizer = [], [], 0, False
+        for file in files:
+            table, own = _read_parquet(file) if file.endswith(".parquet") else (_read_rows(file), None)
+            groups = table["group"].combine_chunks().dictionary_encode()
+            numbers = pc.add(groups.indices.cast(pa.int64()), first_group)
+            first_group += len(groups.dictionary)
+            tables.append(table.set_column(0, "group", numbers))
+            has_unknown_tokenizer |= own is None or "tokenizer" not in own
+            if own is not None and own not in metadata:
+                metadata.append(own)
+        table = pa.concat_tables(tables)
+        name = ", ".join(paths)
+        if len(table) == 0:
+            raise ValueError(f"{name} holds no completion")
+        return cls(name=name, table=table, metadata=metadata, has_unknown_tokenizer=has_unknown_tokenizer)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the whole table."""
+        digest = hashlib.sha256()
+        for batch in self.table.combine_chunks().to_batches():
+            digest.update(batch.serialize())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def groups(self) -> list[RecordedGroup]:
+        """Groups in the order of the files."""
+        found: dict[int, RecordedGroup] = {}
+        columns = (self.table[name].to_pylist() for name in ("group", "prompt", "position"))
+        for row, (number, prompt, position) in enumerate(zip(*columns, strict=True)):
+            group = found.setdefault(number, RecordedGroup(prompt=prompt, position=position, rows=[]))
+            if group.prompt != prompt:
+                raise ValueError(
+                    f"{self.name}: group {number} has two prompts, {group.prompt[:60]!r} and {prompt[:60]!r}"
+                )
+            group.rows.append(row)
+        siblings = self.table["sibling"].to_pylist()
+        for group in found.values():
+            group.rows.sort(key=lambda row: siblings[row] or 0)
+        return list(found.values())
+
+    def prompt_of(self, group: RecordedGroup, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+        """Return the prompt of a group, with the dataset row it was rendered from as far as recorded."""
+        first = self.table.slice(group.rows[0], 1).to_pylist()[0]
+        return Prompt(
+            token_ids=first["prompt_token_ids"] or tokenizer(group.prompt).input_ids,
+            text=group.prompt,
+            row=self.row_of(first),
+            position=0 if group.position is None else group.position,
+        )
+
+    @staticmethod
+    def row_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the dataset row of a recorded row."""
+        return json.loads(recorded["row"]) if recorded["row"] else {}
+
+    def completions(self, rows: Sequence[int], rewards: Literal["recorded", "task"]) -> list[Completion]:
+        """Return the completions in some rows of the table, which must have token ids.
+
+        Args:
+            rows: Row numbers.
+            rewards: Whether completions keep their recorded reward, or are to be scored by the task.
+        """
+        return [_completion(row, rewards == "recorded") for row in self.table.take(rows).to_pylist()]
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise an error if token ids were recorded with another tokenizer."""
+        own = vocabulary_fingerprint(tokenizer)
+        others = [metadata for metadata in self.metadata if metadata.get("tokenizer") not in (None, own)]
+        if others and self.table["token_ids"].null_count < len(self.table):
+            raise ValueError(
+                f"{self.name} was recorded with another tokenizer (that of {_model_of(others[0])}, fingerprint "
+                f"{others[0]['tokenizer']}) than the policy's ({own}): its token ids and log-probabilities are not "
+                "valid here. Copy only prompt, completion and reward into another file to have the texts tokenised"
+            )
+
+
+def _completion(row: Mapping[str, Any], keeps_reward: bool) -> Completion:
+    reward: float | None = row["reward"] if keeps_reward else None
+    if reward is not None and row["failed"]:
+        reward = FailedScore(reward, "errors", "it failed when it was recorded")
+    return Completion(
+        token_ids=row["token_ids"],
+        logprobs=row["logprobs"] or [math.nan] * len(row["token_ids"]),
+        text=row["completion"],
+        finish_reason=row["finish_reason"],
+        behaviour_step=RECORDED,
+        version=RECORDED,
+        reward=reward,
+    )
+
+
+def _model_of(metadata: Mapping[str, Any]) -> str:
+    model = metadata.get("model") or {}
+    return model.get("name") or model.get("type") or "an unnamed model"
+
+
+def _files(path: str) -> list[str]:
+    if Path(path).is_dir():
+        files = sorted(str(file) for file in Path(path).glob("*.parquet"))
+        if not files:
+            raise FileNotFoundError(f"there is no .parquet file in {path}: a folder of recorded rollouts was expected")
+        return files
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there are no recorded rollouts at {path}")
+    if not is_data_file(path) or ".csv" in Path(path).suffixes:  # all cells of a CSV file are text, also rewards
+        raise ValueError(f"{path} is not a file of rollouts, which ends in .parquet, .jsonl or .json")
+    return [path]
+
+
+def _read_parquet(path: str) -> tuple[pa.Table, dict[str, Any] | None]:
+    """Return the table and metadata of a recording, or the rows of a Parquet file of another program."""
+    try:
+        with pq.ParquetFile(path) as file:
+            metadata = file.schema_arrow.metadata or {}
+            table = file.read() if _KEY in metadata else None
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a valid Parquet file: {error}") from error
+    if table is None:
+        return _read_rows(path), None
+    if missing := [name for name in SCHEMA.names if name not in table.column_names]:
+        raise ValueError(f"{path} is a recording without {missing}; it has {table.column_names}")
+    table = table.select(SCHEMA.names).replace_schema_metadata(None).cast(SCHEMA)
+    _check_rewards(path, table)
+    own = json.loads(metadata[_KEY])
+    if own["format"] != _FORMAT:
+        raise ValueError(f"{path} is a recording of format {own['format']}; this version of lgrpo reads {_FORMAT}")
+    return table, own
+
+
+def _check_rewards(path: str, table: pa.Table) -> None:
+    """Raise an error unless every reward is finite or null."""
+    for index, reward in enumerate(table["reward"].to_pylist()):
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(
+                f"{path}, row {index}: the reward is {reward}; it must be a finite number, or null if not known yet"
+            )
+
+
+def _read_rows(path: str) -> pa.Table:
+    """Read a file of another program: a row per completion, or per prompt with lists of completions and rewards."""
+    rows: list[dict[str, Any]] = []
+    numbers: dict[object, int] = {}
+    last_siblings: dict[int, int] = {}
+    for location, given in read_file(path):
+        for one in _completions_in(location, given):
+            key = given.get("group", (one["prompt"],))  # by default all completions of a prompt are one group
+            one["group"] = numbers.setdefault(key, len(numbers))
+            one["sibling"] = last_siblings[one["group"]] = last_siblings.get(one["group"], -1) + 1
+            rows.append(one)
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def _completions_in(location: str, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the completions of a row, checked, with the names of ``SCHEMA``."""
+    lists = {own: given[theirs] for theirs, own in _LISTS.items() if given.get(theirs) is not None}
+    if "prompt" not in given or ("completion" not in given and "completion" not in lists):
+        raise ValueError(
+            f"{location}: a recorded row needs a prompt, and a completion (or completions, a list); this one has "
+            f"{sorted(given)}"
+        )
+    shared = {name: given[name] for name in ("prompt", "position", "rollout") if name in given}
+    known = {*SCHEMA.names, *_LISTS}
+    others = {name: value for name, value in given.items() if name not in known}
+    row = given.get("row") or others
+    shared["row"] = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False, default=str)
+    own = ("completion", "token_ids", "logprobs", "finish_reason", "reward")
+    if "completion" not in lists:
+        found = [{name: given.get(name) for name in own}]
+    else:
+        if wrong := [name for name, values in lists.items() if not isinstance(values, list)]:
+            raise ValueError(f"{location}: {wrong[0]}s is not a list")
+        if len({len(values) for values in lists.values()}) > 1:
+            counts = ", ".join(f"{len(values)} {name}s" for name, values in lists.items())
+            raise ValueError(f"{location}: {counts}: the lists must have the same length")
+        found = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [_checked(location, shared | one) for one in found]
+
+
+def _checked(location: str, one: dict[str, Any]) -> dict[str, Any]:
+    for name in ("prompt", "completion"):
+        if not isinstance(one[name], str):
+            raise ValueError(f"{location}: {name} is {one[name]!r}, not a string")
+    reward = one.get("reward")
+    if reward is not None:
+        is_number = isinstance(reward, int | float)
+        if not is_number or not math.isfinite(reward):
+            raise ValueError(
+                f"{location}: the reward is {reward!r}; it must be a finite number, or null if not known yet"
+            )
+        one["reward"] = float(reward)
+    one["finish_reason"] = one.get("finish_reason") or "stop"
+    if one["finish_reason"] not in ("stop", "length"):
+        raise ValueError(f"{location}: finish_reason is {one['finish_reason']!r}; it must be stop or length")
+    ids, logprobs = one.get("token_ids"), one.get("logprobs")
+    if logprobs is not None and (ids is None or len(ids) != len(logprobs)):
+        raise ValueError(f"{location}: logprobs must have one number for each of token_ids")
+    if wrong := [number for number in logprobs or [] if not isinstance(number, int | float)]:
+        raise ValueError(f"{location}: logprobs contains {wrong[0]!r}; if one is not known, leave all of them out")
+    return one

@@ -1,0 +1,257 @@
+"""An engine that returns recorded completions, alone or mixed with sampled ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, final
+
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lgrpo.checks import check_range
+from lgrpo.engines.base import BORROWED, EngineState, OnGroup, RolloutEngine, Sampling
+from lgrpo.engines.manifest import SyncRecord, WeightManifest
+from lgrpo.engines.recovery import EngineError, Faults
+from lgrpo.engines.transformers import TransformersEngine
+from lgrpo.recordings.recording import RecordedGroup, Recording
+from lgrpo.recordings.tokens import check_completion_lengths, check_temperature, tokenised
+from lgrpo.types import Completion, PolicyWeights, Prompt
+
+
+@final
+class ReplayEngine(RolloutEngine):
+    """Returns recorded completions for prompts; an inner engine samples the rest, and everything for validation.
+
+    The seed and a prompt's position decide whether its group is recorded, and which recorded group is used. If the
+    recording has the same prompt at the same position, that group is used, so a run replayed with its settings is
+    repeated exactly. Otherwise one of the prompt's groups is drawn. ``prepare`` reads the recording; weights, state and
+    faults are those of the inner engine.
+    """
+
+    replays = True
+
+    def __init__(
+        self,
+        path: str | list[str],
+        engine: RolloutEngine | None = None,
+        share: float = 1.0,
+        siblings: int | None = None,
+        rewards: Literal["recorded", "task"] = "recorded",
+        missing: Literal["error", "sample"] = "error",
+    ) -> None:
+        """
+        Args:
+            path: Folder written by ``RolloutRecorder``, .parquet, .jsonl or .json file, or a list of them.
+            engine: Engine that samples what is not recorded, and for validation; by default the embedded one.
+            share: Share of a rollout's groups that are recorded, from 0 to 1, spread evenly over the run's positions.
+            siblings: Number of recorded completions at the end of such a group, the others being sampled; by default
+                all.
+            rewards: Source of the rewards of recorded completions: the recording, or the task.
+            missing: Treatment of a prompt with too few recorded completions.
+        """
+        super().__init__()
+        check_range("data.engine.share", share, at_least=0, at_most=1)
+        if siblings is not None:
+            check_range("data.engine.siblings", siblings, at_least=1)
+        self.path = path
+        self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
+        if self.engine.replays:
+            raise ValueError("a ReplayEngine cannot contain another one: pass a list of paths instead")
+        self.can_overlap = self.engine.can_overlap
+        self.share = share
+        self.siblings = siblings
+        self.rewards: Literal["recorded", "task"] = rewards
+        self.missing: Literal["error", "sample"] = missing
+        self._recording: Recording | None = None
+        self._by_prompt: dict[str, list[RecordedGroup]] = {}
+        self._num_without_logprobs = 0
+
+    # The recording
+
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling
+    ) -> None:
+        num_recorded = group_size if self.siblings is None else self.siblings
+        if num_recorded > group_size:
+            raise ValueError(f"data.engine.siblings is {num_recorded}, but data.group_size is only {group_size}")
+        recording = Recording.read(self.path)
+        recording.check_tokenizer(tokenizer)
+        check_temperature(recording, sampling)
+        recording.table = tokenised(recording, tokenizer)
+        check_completion_lengths(recording, sampling.max_tokens)
+        if self.rewards == "recorded" and (unscored := recording.table["reward"].null_count):
+            raise ValueError(
+                f"{unscored} of {len(recording.table)} recorded completions in {recording.name} have no reward: add "
+                "them (lgrpo score FILE --config …), or have the task score them here (data.engine.rewards: task)"
+            )
+        self._num_without_logprobs = recording.table["logprobs"].null_count
+        self._by_prompt = {}
+        for group in recording.groups:
+            self._by_prompt.setdefault(group.prompt, []).append(group)
+        self._recording = recording
+        self._check_prompts(prompts, num_recorded)
+
+    @property
+    def num_without_logprobs(self) -> int:
+        return self._num_without_logprobs
+
+    def _check_prompts(self, prompts: Iterable[Prompt], num_required: int) -> None:
+        """Raise an error before the run if one of its prompts has too few recorded completions."""
+        if self.missing == "sample":
+            return
+        total, lacking = 0, []
+        for prompt in prompts:
+            total += 1
+            if self._is_due(prompt) and self._num_available(prompt) < num_required:
+                lacking.append(prompt)
+        if lacking:
+            raise ValueError(self._too_few(lacking[0], num_required, f"{len(lacking)} of {total} prompts, such as"))
+
+    def _num_available(self, prompt: Prompt) -> int:
+        return sum(len(group.rows) for group in self._by_prompt.get(prompt.text, []))
+
+    def _too_few(self, prompt: Prompt, num_required: int, subject: str) -> str:
+        return (
+            f"{self._loaded.name} has fewer than {num_required} completions of {subject} {prompt.text[:60]!r} (with "
+            f"{self._num_available(prompt)}). Train on the recorded prompts (data.task: "
+            "lgrpo.recordings.RecordedPrompts, which can leave out those with few), use fewer recorded siblings "
+            "(data.group_size, data.engine.siblings), or sample what is missing (data.engine.missing: sample)"
+        )
+
+    @property
+    def _loaded(self) -> Recording:
+        if self._recording is None:
+            raise EngineError("the recording is not read yet: call prepare first")
+        return self._recording
+
+    def _is_due(self, prompt: Prompt) -> bool:
+        """Return whether ``share`` assigns a recorded group to this position: n · share of every n, rounded."""
+        return math.floor((prompt.position + 1) * self.share) > math.floor(prompt.position * self.share)
+
+    def _is_recorded(self, prompt: Prompt, num_required: int) -> bool:
+        """Return whether the group at a position comes from the recording."""
+        if not self._is_due(prompt):
+            return False
+        if self._num_available(prompt) >= num_required:
+            return True
+        if self.missing == "sample":
+            return False
+        raise EngineError(self._too_few(prompt, num_required, "the prompt"))
+
+    def _choose_rows(self, prompt: Prompt, num_required: int, seed: int) -> list[int]:
+        """Return rows of one recorded group if one is large enough, otherwise of all groups of the prompt."""
+        generator = random.Random(f"{seed} {prompt.position}")
+        groups = self._by_prompt[prompt.text]
+        large = [group for group in groups if len(group.rows) >= num_required]
+        same = [group for group in large if group.position == prompt.position]
+        rows = generator.choice(same or large).rows if large else [row for group in groups for row in group.rows]
+        return rows if len(rows) == num_required else sorted(generator.sample(rows, num_required))
+
+    def _completions(self, prompt: Prompt, rows: list[int]) -> list[Completion]:
+        for token_ids in self._loaded.table["prompt_token_ids"].take(rows).to_pylist():
+            if token_ids not in (None, prompt.token_ids):
+                raise EngineError(
+                    f"prompt {prompt.text[:60]!r} was recorded as {len(token_ids)} tokens and has "
+                    f"{len(prompt.token_ids)} here: the task renders it differently"
+                )
+        return self._loaded.completions(rows, self.rewards)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        if self.state.version == BORROWED:  # a validation samples from the policy only
+            return self.engine.generate(prompts, num_samples, sampling, seed, tokenizer, on_group)
+        num_recorded = num_samples if self.siblings is None else self.siblings
+        recorded = {
+            index: self._completions(prompt, self._choose_rows(prompt, num_recorded, seed))
+            for index, prompt in enumerate(prompts)
+            if self._is_recorded(prompt, num_recorded)
+        }
+        groups: dict[int, list[Completion]] = {}
+
+        def complete(index: int, sampled: list[Completion]) -> None:
+            groups[index] = [*sampled, *recorded.get(index, [])]
+            if on_group is not None:
+                on_group(index, groups[index])
+
+        counts = {index: num_samples - len(recorded.get(index, [])) for index in range(len(prompts))}
+        for index in (index for index, count in counts.items() if count == 0):
+            complete(index, [])
+        for count in sorted(set(counts.values()) - {0}):  # one call of the inner engine for each number of samples
+            indices = [index for index in counts if counts[index] == count]
+            self.engine.generate(
+                [prompts[index] for index in indices],
+                count,
+                sampling,
+                seed,
+                tokenizer,
+                lambda i, sampled, indices=indices: complete(indices[i], sampled),  # type: ignore[misc]
+            )
+        return [groups[index] for index in range(len(prompts))]
+
+    # Weights are the inner engine's
+
+    @property
+    def state(self) -> EngineState:
+        return self.engine.state
+
+    @property
+    def faults(self) -> Faults:
+        return self.engine.faults
+
+    def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int | None = None) -> SyncRecord:
+        return self.engine.load_weights(weights, step, num_rollouts)
+
+    @contextmanager
+    def holding(self, weights: PolicyWeights, step: int) -> Iterator[None]:
+        with self.engine.holding(weights, step):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        recording = None if self._recording is None else self._recording.fingerprint
+        return self.engine.state_dict() | {"recording": recording}
+
+    def load_state_dict(self, state: dict[str, Any], policy: PolicyWeights | None = None) -> None:
+        recorded = state.get("recording")
+        if recorded is not None and recorded != self._loaded.fingerprint:
+            raise ValueError(
+                f"the recorded completions in {self._loaded.name} are not those this run started with: it would "
+                "continue as another run. Use the same files, or start a new run"
+            )
+        self.engine.load_state_dict(state, policy)
+
+    def drop_weights(self) -> None:
+        self.engine.drop_weights()
+
+    def finish_cycle(self) -> None:
+        self.engine.finish_cycle()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
+        return self.engine.receive_weights(weights, step, version)
+
+    def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
+        return self.engine.held_checksums(manifest)
+
+    def held_weights(self) -> dict[str, Tensor]:
+        return self.engine.held_weights()
+
+    def held_config(self) -> PretrainedConfig:
+        return self.engine.held_config()
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,71 @@
+"""Token ids of recorded completions, and checks that a run can use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+from transformers import PreTrainedTokenizerBase
+
+from lgrpo.engines.base import Sampling
+from lgrpo.recordings.recording import Recording, with_column
+
+
+def check_temperature(recording: Recording, sampling: Sampling) -> None:
+    """Raise an error if log-probabilities were recorded at another temperature: ratios to them would be wrong."""
+    if recording.table["logprobs"].null_count == len(recording.table):
+        return
+    for metadata in recording.metadata:
+        temperature = metadata.get("sampling", {}).get("temperature", sampling.temperature)
+        if temperature != sampling.temperature:
+            raise ValueError(
+                f"{recording.name} was sampled at temperature {temperature}, which its log-probabilities include, but "
+                f"data.sampling.temperature is {sampling.temperature}: set it to the same"
+            )
+
+
+def tokenised(recording: Recording, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
+    """Return the table with token ids for every completion; texts without ids are tokenised, with their end token."""
+    table = recording.table.combine_chunks()  # makes access to single rows fast, however many files there were
+    if table["token_ids"].null_count == 0 and not recording.has_unknown_tokenizer:
+        return table
+    columns = (table[name].to_pylist() for name in ("completion", "token_ids", "finish_reason"))
+    ids: list[list[int]] = []
+    for row, (text, token_ids, finish_reason) in enumerate(zip(*columns, strict=True)):
+        if token_ids is None:
+            token_ids = completion_token_ids(text, finish_reason, tokenizer)
+            if tokenizer.unk_token_id in token_ids and (tokenizer.unk_token or "") not in text:
+                raise ValueError(
+                    f"completion {row} of {recording.name} has characters the tokenizer cannot encode: {text[:200]!r}"
+                )
+        elif recording.has_unknown_tokenizer and not _decodes_to(token_ids, text, tokenizer):
+            raise ValueError(
+                f"the policy's tokenizer does not decode the token ids of completion {row} of {recording.name} to its "
+                f"text {text[:60]!r}: leave token_ids and logprobs out to have the text tokenised"
+            )
+        ids.append(token_ids)
+    return with_column(table, "token_ids", ids)
+
+
+def _decodes_to(token_ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(tokenizer.decode(token_ids, skip_special_tokens=True).startswith(text))
+
+
+def completion_token_ids(text: str, finish_reason: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a completion, including the end-of-sequence token unless it was truncated."""
+    token_ids: Any = tokenizer(text, add_special_tokens=False).input_ids
+    return [*token_ids, tokenizer.eos_token_id] if finish_reason == "stop" else list(token_ids)
+
+
+def check_completion_lengths(recording: Recording, max_tokens: int) -> None:
+    """Raise an error if a completion is empty, or longer than the run allows."""
+    lengths = pc.list_value_length(recording.table["token_ids"]).to_pylist()
+    for row, length in enumerate(lengths):
+        if length == 0:
+            raise ValueError(f"completion {row} of {recording.name} is empty: there is nothing to train on")
+        if length > max_tokens:
+            raise ValueError(
+                f"completion {row} of {recording.name} has {length} tokens, but data.sampling.max_tokens is "
+                f"{max_tokens}: raise it to {max(lengths)}"
+            )

@@ -1,0 +1,113 @@
+"""Trainer's handle of the process that has a reward loaded and forks workers from itself (``worker.py``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import dill
+
+from lgrpo.rewards.base import BatchReward
+
+_START_TIMEOUT = 120.0  # seconds in which the process imports lgrpo and loads the reward
+_FORK_TIMEOUT = 30.0  # seconds in which a worker is forked; after that the process counts as hung
+
+
+@dataclass(kw_only=True, frozen=True)
+class Limits:
+    """Limits of a worker."""
+
+    timeout: float
+    """Seconds for a score."""
+    memory: int
+    """Bytes of memory in addition to what a worker starts with."""
+    output: int
+    """Bytes a worker may print, or write to a file, for a score."""
+
+
+class ForkServer:
+    """Process that has a reward loaded, from which workers are forked in milliseconds.
+
+    ``fork_worker`` starts the process if it is not running. ``close`` kills it, and the kernel kills its workers.
+    """
+
+    def __init__(self, reward: BatchReward, limits: Limits) -> None:
+        self._reward = reward
+        self._limits = limits
+        self.process: subprocess.Popen | None = None
+        self._channel: socket.socket | None = None
+
+    def fork_worker(self) -> tuple[int, Connection, subprocess.Popen]:
+        """Return a new worker: its process id, the pipe to it, and the process it was forked from."""
+        for _ in range(2):
+            if self._channel is None:
+                self._start()
+            if (worker := self._fork()) is not None:
+                return worker
+            self.close()
+        raise RuntimeError("the process that starts reward workers ends again and again")
+
+    def close(self) -> None:
+        if self.process is not None and self._channel is not None:
+            self._channel.close()
+            self.process.kill()
+            self.process.wait()
+        self.process, self._channel = None, None
+
+    def _fork(self) -> tuple[int, Connection, subprocess.Popen] | None:
+        """Return a new worker, or None if the process has ended or hangs."""
+        assert self._channel is not None
+        assert self.process is not None
+        own, theirs = Pipe()
+        try:
+            socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
+            answer = self._channel.recv(32)
+        except OSError:
+            answer = b""
+        theirs.close()
+        if answer:
+            return int(answer), own, self.process
+        own.close()
+        return None
+
+    def _start(self) -> None:
+        pickled = self._pickled_reward()
+        own, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lgrpo.rewards.workers.worker", str(theirs.fileno())],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._channel = own
+        limits = [self._limits.timeout, self._limits.memory, self._limits.output]
+        own.settimeout(_START_TIMEOUT)
+        try:
+            own.sendall(json.dumps([len(pickled), *limits]).encode())
+            own.recv(1)
+            own.sendall(pickled)
+            answer = own.recv(1024).decode()
+        except OSError as error:
+            raise RuntimeError("the process that starts reward workers did not answer") from error
+        if answer != "k":
+            name = type(self._reward).__name__
+            raise RuntimeError(f"{name} cannot be loaded in another process: {answer or 'it ended'}")
+        own.settimeout(_FORK_TIMEOUT)
+
+    def _pickled_reward(self) -> bytes:
+        try:
+            return dill.dumps(self._reward, recurse=True)  # includes what it uses of a script or notebook
+        except Exception as error:
+            raise RuntimeError(
+                f"{type(self._reward).__name__} cannot be sent to another process ({type(error).__name__}: {error}): "
+                "remove what cannot be pickled from it, or set data.scoring to null to run it in this process"
+            ) from error

@@ -1,0 +1,202 @@
+"""Checkpoints on disk: written atomically, checked for damage, and the newest of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+
+PART = ".part"
+"""Suffix of a checkpoint that is being written."""
+SIZES = "sizes.json"
+"""File with the sizes of the other files of a sharded checkpoint."""
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its target, flushes it to disk, and renames it.
+
+    If that fails (the disk is full, the folder read-only), training continues with a warning, and no earlier checkpoint
+    is removed, not even the one that this checkpoint should have replaced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_failures = 0
+        self.failed: Path | None = None
+        """Target of the last write if it failed, otherwise None."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if "://" in str(path) or storage_options is not None:  # not on a local disk
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        part = path.with_name(path.name + PART)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+            flush_folder(path.parent)
+        except (OSError, RuntimeError) as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise  # torch reports failed writes as RuntimeErrors of its inline_container
+            self.num_failures += 1
+            self.failed = path
+            warnings.warn(
+                f"no checkpoint could be written to {path} ({_reason(error)}); training continues, and earlier "
+                "checkpoints are kept",
+                stacklevel=2,
+            )
+        else:
+            self.failed = None
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint, without executing code from it unless ``weights_only`` is False."""
+        return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        if self.failed is None:
+            super().remove_checkpoint(path)
+
+
+def gather_ranks(trainer: L.Trainer, state: Any) -> list[Any]:
+    """Return the states of all ranks, for a checkpoint. All ranks must call it."""
+    states = [state] * trainer.world_size
+    if trainer.world_size > 1:
+        torch.distributed.all_gather_object(states, state)
+    return states
+
+
+def write_atomically(trainer: L.Trainer) -> None:
+    """Make a Trainer write its checkpoints atomically, unless the user gave it another ``CheckpointIO``."""
+    strategy = trainer.strategy
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AtomicCheckpointIO()
+    if isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
+        write_shards_atomically(strategy)
+
+
+def write_shards_atomically(strategy: Strategy) -> None:
+    """Make a strategy write sharded checkpoints atomically. Does nothing the second time."""
+    if "save_checkpoint" in vars(strategy):
+        return
+    save = strategy.save_checkpoint
+
+    def save_and_rename(checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Let every rank write into a folder beside the target, and rename it when all have finished."""
+        part = f"{filepath}{PART}"
+        if strategy.is_global_zero:
+            for left in (part, f"{filepath}.old{PART}"):
+                shutil.rmtree(left, ignore_errors=True)
+        strategy.barrier()
+        save(checkpoint, part, storage_options)
+        strategy.barrier()
+        if strategy.is_global_zero and os.path.exists(part):
+            target, old = Path(filepath), Path(f"{filepath}.old{PART}")
+            if Path(part).is_dir():
+                write_sizes(Path(part))
+                if target.exists():  # removing a folder takes long, so it is only renamed until the new one is there
+                    os.replace(target, old)
+            os.replace(part, target)
+            flush_folder(Path(filepath).parent)
+            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        strategy.barrier()
+
+    strategy.save_checkpoint = save_and_rename  # type: ignore[method-assign]
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a checkpoint has every byte that was written."""
+    if path.is_dir():
+        try:
+            return all((path / name).stat().st_size == size for name, size in _sizes(path).items())
+        except (OSError, ValueError):
+            return False
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None  # reads the file and compares checksums
+    except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError):
+        return False
+
+
+def damage(path: Path) -> str:
+    """Return what is wrong with a checkpoint that is not complete."""
+    if not path.is_dir():
+        return "it was cut short, or its bytes are not those that were written"
+    try:
+        sizes = _sizes(path)
+    except (OSError, ValueError):
+        return f"there is no {SIZES}, which is written last"
+    missing = [name for name in sizes if not (path / name).exists()]
+    if missing:
+        return f"{', '.join(missing)} of its {len(sizes)} files are missing"
+    return f"{', '.join(n for n, size in sizes.items() if (path / n).stat().st_size != size)} are cut short"
+
+
+def write_sizes(folder: Path) -> None:
+    """Write the size of each file of a sharded checkpoint."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    (folder / SIZES).write_text(json.dumps(sizes), encoding="utf-8")
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the newest complete checkpoint of a folder. Warn about newer ones that are damaged."""
+    paths = sorted(folder.glob("*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name.startswith("last")))
+    damaged: list[Path] = []
+    for path in reversed(paths):
+        if is_complete(path):
+            if damaged:
+                names = ", ".join(p.name for p in damaged)
+                warnings.warn(
+                    f"damaged, so not used: {names} in {folder}. Using {path.name}, the newest complete checkpoint",
+                    stacklevel=2,
+                )
+            return path
+        damaged.append(path)
+    if damaged:
+        raise FileNotFoundError(f"all {len(damaged)} checkpoints in {folder} are damaged")
+    raise FileNotFoundError(f"there is no checkpoint in {folder} to resume from")
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove partly written checkpoints of a process that was killed."""
+    for path in folder.glob(f"*{PART}"):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk, so that a rename survives a power failure, if the system supports it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return json.loads((folder / SIZES).read_text(encoding="utf-8"))
+
+
+def _reason(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause.strerror or str(cause) if cause is not None else "the disk did not accept it"

@@ -1,0 +1,171 @@
+"""Settings that a resumed run must have in common with its checkpoint, and the effect of those that differ."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import lightning as L
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+CHECKPOINT_FORMAT = 2
+"""Version of lgrpo's part of a checkpoint. Raise it with every change that makes older checkpoints unreadable."""
+
+ResumeSettings = dict[str, Any]
+"""Values by the name of a setting."""
+
+REQUIRED = {
+    "model": "the weights of one architecture do not fit another",
+    "lora": "the adapters in the checkpoint have different shapes or a different scale",
+    "base": "the adapters in the checkpoint belong to another model",
+    "tokenizer": "the rollouts in the checkpoint are token ids, which would now mean different text",
+    "data.num_prompts": "the run would continue with different prompts, some never seen and some seen twice",
+    "data.group_size": "the groups in the checkpoint have another size",
+    "data.reuse": "it determines which rollout a step belongs to, so rollouts would be skipped or repeated",
+    "data.lead": "the rollouts in the checkpoint would be trained on at another step than they were sampled for",
+    "data.prompts": "positions in the run would stand for different prompts, some never seen and some seen twice",
+    "world size": "a partly trained rollout cannot be distributed over another number of processes",
+}
+"""Settings that must not change, and why."""
+
+CHANGEABLE = {
+    "weight_sync": "from the next sync on, the lag of the behaviour policy changes",
+    "data.seed": "prompts and completions from here on differ from those of the run that was stopped",
+    "data.shuffle": "prompts from here on come in another order, some never seen and some seen twice",
+    "data.sampling": "completions from here on are sampled differently",
+    "data.dynamic_sampling": "completions from here on are selected differently",
+    "data.generate_ahead": "the samples are the same, but they are drawn at another time",
+    "data.behaviour_logprobs": "ratios from here on have another denominator",
+    "loss": "steps from here on minimise another loss",
+    "trainer.accumulate_grad_batches": "the gradient is the same except for rounding",
+}
+"""Settings that may change, and the effect."""
+
+
+class ResumeError(ValueError):
+    """A checkpoint that this run cannot be resumed from."""
+
+
+class SettingsOwner(Protocol):
+    """An object with settings to compare when a run is resumed."""
+
+    def resume_settings(self) -> ResumeSettings: ...
+
+
+def collect_settings(trainer: L.Trainer, loss: Any, owners: Iterable[SettingsOwner]) -> ResumeSettings:
+    """Return the settings that a checkpoint stores and a resumed run is compared with."""
+    settings: ResumeSettings = {
+        "loss": describe(loss),
+        "world size": trainer.world_size,
+        "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
+    }
+    for owner in owners:
+        settings |= owner.resume_settings()
+    return settings
+
+
+def save_state(checkpoint: dict[str, Any], settings: ResumeSettings, **state: Any) -> None:
+    """Add lgrpo's state to a checkpoint, with the settings of the run."""
+    checkpoint["grpo"] = {"format": CHECKPOINT_FORMAT, "settings": settings, **state}
+
+
+def load_state(checkpoint: dict[str, Any], settings: ResumeSettings) -> dict[str, Any]:
+    """Return lgrpo's state in a checkpoint; raise a ``ResumeError`` if the run cannot be resumed from it."""
+    if "grpo" not in checkpoint:
+        raise ResumeError("the checkpoint was not written by a GRPOModule: it contains no rollout to continue with")
+    state = checkpoint["grpo"]
+    if (found := state.get("format", 1)) != CHECKPOINT_FORMAT:
+        age = "an older" if found < CHECKPOINT_FORMAT else "a newer"
+        raise ResumeError(
+            f"the checkpoint was written by {age} version of lgrpo (format {found}, this version reads "
+            f"{CHECKPOINT_FORMAT}). Resume it with that version, or export its policy (lgrpo export) and start "
+            "another run from it"
+        )
+    compare_settings(state["settings"], settings)
+    return state
+
+
+def compare_settings(old: ResumeSettings, new: ResumeSettings) -> None:
+    """Warn about changed settings, and raise a ``ResumeError`` if one of them must not change.
+
+    Args:
+        old: Settings of the run that wrote the checkpoint.
+        new: Settings of this run.
+    """
+    changed = [name for name in new if name in old and old[name] != new[name]]
+    if refused := [_line(name, old, new, REQUIRED[name]) for name in changed if name in REQUIRED]:
+        raise ResumeError(
+            "this run cannot be resumed from the checkpoint:\n"
+            + "\n".join(refused)
+            + "\nUse the settings it was written with (config.yaml in the run folder), or start another run"
+        )
+    if allowed := [_line(name, old, new, CHANGEABLE[name]) for name in changed if name in CHANGEABLE]:
+        warnings.warn("the checkpoint was written with other settings:\n" + "\n".join(allowed), stacklevel=2)
+
+
+def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the parts of a model's config that determine the shapes of its weights."""
+    names = (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+    )
+    text = config.get_text_config()
+    return {name: getattr(text, name) for name in names if getattr(text, name, None) is not None}
+
+
+def fingerprint(parts: Iterable[str]) -> str:
+    """Return a short hash of a sequence of strings.
+
+    >>> fingerprint(["ab", "c"]) == fingerprint(["a", "bc"])
+    False
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(f"{len(data)}:".encode())
+        digest.update(data)
+    return digest.hexdigest()[:12]
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of a tokenizer's vocabulary."""
+    return fingerprint(f"{token} {i}" for token, i in sorted(tokenizer.get_vocab().items()))
+
+
+def describe(value: Any) -> Any:
+    """Return an object as plain data: its class and its public attributes, recursively."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [describe(item) for item in value]
+    if callable(value) and hasattr(value, "__qualname__"):
+        return value.__qualname__
+    if is_dataclass(value):
+        attributes = {field.name: getattr(value, field.name) for field in fields(value)}
+    else:
+        attributes = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    return {"class": type(value).__name__} | {name: describe(item) for name, item in attributes.items()}
+
+
+def _line(name: str, old: ResumeSettings, new: ResumeSettings, effect: str) -> str:
+    before, now = old[name], new[name]
+    if isinstance(before, dict) and isinstance(now, dict):  # show only the parts that differ
+        names = [key for key in (before | now) if before.get(key) != now.get(key)]
+        before, now = ({key: values.get(key) for key in names} for values in (before, now))
+    return f"  {name} was {_short(before)} and is now {_short(now)}: {effect}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "…"

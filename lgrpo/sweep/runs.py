@@ -1,0 +1,180 @@
+"""The runs of a sweep, one process each: finished runs are skipped, interrupted ones resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lgrpo.sweep.grid import Arm, Grid, SweepError
+
+State = Literal["finished", "resumed", "new"]
+
+
+@dataclass(kw_only=True, frozen=True)
+class SweepRun:
+    """One arm with one seed."""
+
+    arm: Arm
+    seed: int
+    folder: Path
+    """Folder of the run, as ``lgrpo fit --run`` creates it."""
+
+    @property
+    def log(self) -> Path:
+        """File with the output of the process."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    @property
+    def state_file(self) -> Path:
+        """JSON file with the arguments of the run, their fingerprint, and whether it finished."""
+        return self.folder.with_name(f"{self.folder.name}.json")
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of ``lgrpo fit``."""
+        return [*self.arm.arguments, f"--seed_everything={self.seed}", f"--run={self.folder}"]
+
+    @property
+    def state(self) -> State:
+        """Whether the run is finished, can be resumed from a checkpoint, or starts anew.
+
+        Raises:
+            SweepError: The folder has a run with other settings.
+        """
+        if not self.state_file.exists():
+            return "new"
+        saved = json.loads(self.state_file.read_text(encoding="utf-8"))
+        if saved["fingerprint"] != self._fingerprint():
+            raise SweepError(
+                f"{self.folder} was run with other settings than the grid has now: choose another --out, or remove it"
+            )
+        if saved["finished"]:
+            return "finished"
+        return "resumed" if list(self.folder.glob("checkpoints/last*.ckpt")) else "new"
+
+    def write_state(self, **state: Any) -> None:
+        """Replace the state file."""
+        state |= {"arm": self.arm.name, "seed": self.seed, "arguments": self.arguments}
+        state["fingerprint"] = self._fingerprint()
+        self.state_file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.state_file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(state, indent=1), encoding="utf-8")
+        os.replace(unfinished, self.state_file)
+
+    def _fingerprint(self) -> str:
+        """Return a hash of the settings, the seed and the contents of the configs."""
+        configs = [Path(path).read_text(encoding="utf-8") for path in self.arm.configs]
+        everything = json.dumps([configs, self.arm.settings, self.seed])
+        return hashlib.sha256(everything.encode()).hexdigest()[:16]
+
+
+def list_runs(grid: Grid, out: Path) -> list[SweepRun]:
+    """Return every run of a grid: all arms with the first seed, then all with the second, …"""
+    return [
+        SweepRun(arm=arm, seed=seed, folder=out / arm.folder / f"seed-{seed}")
+        for seed in grid.seeds
+        for arm in grid.arms
+    ]
+
+
+class _Processes:
+    """The running processes. On Ctrl-C, ``stop`` interrupts each, which then writes a checkpoint and exits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self.stopped = False
+
+    def run(self, command: list[str], log: Path, environment: dict[str, str]) -> int | None:
+        """Run a command and return its exit status; None if the sweep was stopped."""
+        with log.open("ab") as file:
+            with self._lock:
+                if self.stopped:
+                    return None
+                process = subprocess.Popen(
+                    command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
+                self._running.add(process)
+            status = process.wait()
+            with self._lock:
+                self._running.discard(process)
+                return None if self.stopped else status
+
+    def stop(self) -> None:
+        """Interrupt every running process, and start no further ones."""
+        with self._lock:
+            self.stopped = True
+            for process in self._running:
+                process.send_signal(signal.SIGINT)
+
+
+def run_all(runs: list[SweepRun], jobs: int, report: Callable[[str], None]) -> list[SweepRun]:
+    """Run every run that is not finished, ``jobs`` at a time, and return the failed ones.
+
+    Args:
+        runs: Runs of the sweep.
+        jobs: Number of processes at the same time.
+        report: Function that receives one line per run that ends.
+
+    Raises:
+        KeyboardInterrupt: After every running process has written its checkpoint.
+    """
+    states = {id(run): run.state for run in runs}  # raises before any run starts
+    environment = dict(os.environ)
+    environment.pop("LGRPO_RUN", None)
+    if jobs > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    processes = _Processes()
+    failed: list[SweepRun] = []
+
+    def run_one(number: int, run: SweepRun) -> None:
+        label, state = f"[{number}/{len(runs)}] {run.arm.name}, seed {run.seed}", states[id(run)]
+        if state == "finished":
+            report(f"{label}: finished already")
+            return
+        if state == "new" and run.folder.exists():  # started, but without a checkpoint to resume from
+            shutil.rmtree(run.folder)
+        run.write_state(finished=False)
+        resume = ["--ckpt_path=last"] if state == "resumed" else []
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "lgrpo.cli", "fit", *run.arguments, *resume]
+        status = processes.run(command, run.log, environment)
+        seconds = time.perf_counter() - start
+        if status is None:
+            report(f"{label}: stopped")
+        elif status == 0:
+            run.write_state(finished=True, seconds=round(seconds, 1))
+            report(f"{label}: {'resumed and ' if resume else ''}finished in {seconds:.0f} s")
+        else:
+            failed.append(run)
+            report(f"{label}: FAILED with status {status}, see {run.log}; its last line: {last_line(run.log)}")
+
+    with ThreadPoolExecutor(jobs, thread_name_prefix="sweep") as threads:
+        futures = [threads.submit(run_one, number, run) for number, run in enumerate(runs, 1)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            processes.stop()
+            raise
+    return sorted(failed, key=runs.index)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not blank."""
+    with log.open(encoding="utf-8", errors="replace") as file:
+        lines = deque((line.strip() for line in file if line.strip()), maxlen=1)
+    return lines[0] if lines else "(no output)"

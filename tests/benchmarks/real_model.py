@@ -1,0 +1,201 @@
+"""Train a real 1.5B model on GSM8K with several arms of v and clip, on one GPU.
+
+    python -m tests.benchmarks.real_model --model FOLDER --data GSM8K --folder runs/real_model    # resumable
+    python -m tests.benchmarks.real_model --report                                                # table of all rows
+
+``--model`` is a Hugging Face folder (Qwen2.5-Coder-1.5B-Instruct in the published rows), ``--data`` a folder with the
+train and test files of GSM8K. Each run is one ``lgrpo fit`` with ``CONFIGS``, ``SETTINGS`` and the options of its arm.
+It appends a row to ``tests/benchmarks/results/real_model.jsonl`` as soon as it ends, so an interrupted command
+continues with the runs that have no row. With ``--workers`` above 1 the runs share the GPU, and their seconds are not
+comparable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ROWS = Path(__file__).parent / "results" / "real_model.jsonl"
+CONFIGS = ("papers/a_gsm8k.yaml", "fast.yaml", "mask.yaml")
+SETTINGS = {
+    "data.sampling.temperature": 1.0,
+    "data.sampling.max_tokens": 320,
+    "data.engine.init_args.engine.init_args.max_model_len": 640,
+    "data.evaluation.num_problems": 500,
+    "data.evaluation.num_samples": 2,
+    "data.evaluation.sampling.temperature": 1.0,
+    "data.evaluation.sampling.max_tokens": 320,
+    "model.loss.init_args.kl_coef": 0.0,
+    "model.optimizer.init_args.lr": 3e-6,
+    "reference_refresh": "null",
+    "validate_every": "lgrpo.ValidateEvery",
+    "validate_every.rollouts": 10,
+    "trainer.max_epochs": 1,
+    "trainer.enable_progress_bar": "false",
+    "trainer.enable_checkpointing": "false",
+}
+"""Changes to the configs that all arms share."""
+WIDE = {"model.loss.init_args.clip_low": 0.6, "model.loss.init_args.clip_high": 2.0}
+NO_CLIP = {"model.loss.init_args.clip_low": 1.0, "model.loss.init_args.clip_high": 1e6}
+ARMS: dict[str, dict[str, Any]] = {
+    f"v={v}{name}": {"weight_sync.period": v} | clip
+    for name, clip in (("", {}), (", clip 0.6/2.0", WIDE), (", no clip", NO_CLIP))
+    for v in (1, 2, 5, 10, 30)
+}
+"""Options of each arm: the sync period and the half-widths of the clip (0.2 if not named)."""
+SIDES = ("low", "high")
+LAST = 10
+"""Rollouts at the end over which rewards are averaged."""
+
+
+def command(options: argparse.Namespace, arm: str, seed: int, run: Path) -> list[str]:
+    """Return the command of one run."""
+    own = {
+        "seed_everything": seed,
+        "model.policy.name": options.model,
+        "data.task.init_args.train": options.data,
+        "data.num_rollouts": options.rollouts,
+        "run": run,
+    }
+    given = [f"--config={ROOT / 'configs' / name}" for name in CONFIGS]
+    given += [f"--{name}={value}" for name, value in (SETTINGS | ARMS[arm] | own).items()]
+    return [sys.executable, "-m", "lgrpo.cli", "fit", *given, *(f"--{setting}" for setting in options.set)]
+
+
+def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
+    """Train one arm in a separate process and return its row."""
+    name = "".join(c if c.isalnum() else "_" for c in arm)
+    run = options.folder / f"{name}-{seed}-{time.time_ns()}"
+    log = run.with_suffix(".log")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path()}
+    start = time.perf_counter()
+    with log.open("w") as file:
+        done = subprocess.run(
+            command(options, arm, seed, run), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+    row = {"arm": arm, "seed": seed}
+    if done.returncode:
+        return row | {"error": log.read_text()[-1500:]}
+    return row | measured(run) | setup(options) | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def path() -> str:
+    """Return PYTHONPATH with this repository first, so that the runs import it."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def measured(run: Path) -> dict[str, Any]:
+    """Return the metrics of a run that the study compares, per rollout or per validation."""
+    from lgrpo.report import read_series
+
+    series = read_series(run)
+    names = {
+        "reward": "rollout/reward",
+        "truncated_fraction": "rollout/truncated_fraction",
+        "zero_variance_fraction": "rollout/zero_variance_fraction",
+        "completion_length": "rollout/completion_length",
+        "kl_behaviour": "train/kl_behaviour",
+        "clip_fraction_low": "train/clip_fraction_low",
+        "clip_fraction_high": "train/clip_fraction_high",
+        "generate_seconds": "time/generate",
+        "update_seconds": "time/update",
+    }
+    found: dict[str, Any] = {
+        key: [float(f"{value:.4g}") for _, value in series[name]] for key, name in names.items() if name in series
+    }
+    found["pass@1"] = [[step, round(value, 4)] for step, value in series["val/pass@1"]]
+    found["pass@1_stderr"] = round(series["val/pass@1_stderr"][-1][1], 4)
+    return found
+
+
+def setup(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the numbers depend on beside the settings."""
+    import torch
+    import transformers
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "model": Path(options.model).name,
+        "rollouts": options.rollouts,
+        "workers": options.workers,
+        "set": options.set,
+        "commit": options.commit,
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def read() -> list[dict[str, Any]]:
+    """Return the rows of runs that finished."""
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    return [row for row in rows if "error" not in row]
+
+
+def launch(options: argparse.Namespace) -> None:
+    """Train every arm and seed that has no row yet."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    done = {(row["arm"], row["seed"]) for row in read()}
+    jobs = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
+    with ThreadPoolExecutor(options.workers) as pool:
+        for future in as_completed([pool.submit(train, options, *job) for job in jobs]):
+            row = future.result()
+            with ROWS.open("a") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            print(row.get("error") or f"{row['arm']}, seed {row['seed']}: pass@1 {row['pass@1']}", flush=True)
+
+
+def table() -> str:
+    """Return the rows as a Markdown table, one line per arm."""
+    lines = [
+        f"| arm | seeds | pass@1 before | pass@1 after | reward, last {LAST} | clipped tokens | largest KL to α |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for arm in ARMS:
+        if rows := [row for row in read() if row["arm"] == arm]:
+            before, after = (", ".join(f"{row['pass@1'][end][1]:.3f}" for row in rows) for end in (0, -1))
+            reward = statistics.fmean(value for row in rows for value in row["reward"][-LAST:])
+            low, high = (statistics.fmean(x for row in rows for x in row[f"clip_fraction_{side}"]) for side in SIDES)
+            kl = max(value for row in rows for value in row["kl_behaviour"])
+            lines.append(f"| {arm} | {len(rows)} | {before} | {after} | {reward:.3f} | {low + high:.2%} | {kl:.2g} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="Hugging Face folder of the model.")
+    parser.add_argument("--data", type=Path, help="Folder with the train and test files of GSM8K.")
+    parser.add_argument("--folder", type=Path, default=Path("runs/real_model"), help="Folder for the runs and logs.")
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, metavar="ARM", default=["v=1", "v=10"], help="Arms to train."
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Seeds of every arm.")
+    parser.add_argument("--rollouts", type=int, default=30, help="Rollouts, and so optimizer steps, of a run.")
+    parser.add_argument("--workers", type=int, default=1, help="Number of runs that share the GPU.")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="More settings of lgrpo fit.")
+    parser.add_argument("--commit", default="", help="Commit to note in the rows.")
+    parser.add_argument("--report", action="store_true", help="Print the table and train nothing.")
+    options = parser.parse_args()
+    if not options.report:
+        if options.model is None or options.data is None:
+            parser.error("--model and --data are required to train")
+        options.model, options.data, options.folder = (
+            str(options.model.resolve()),
+            str(options.data.resolve()),
+            options.folder.resolve(),
+        )
+        launch(options)
+    print(table())
+
+
+if __name__ == "__main__":
+    main()

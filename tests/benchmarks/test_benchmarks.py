@@ -1,0 +1,329 @@
+"""The benchmarks: prescribed lengths, timing by stage, the check of ratios, the pages."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.benchmarks import check, page, studies
+from tests.benchmarks.isolated import IsolatedPart
+from tests.benchmarks.stages import Stages
+from tests.benchmarks.step import table
+from tests.benchmarks.systems import Work
+from tests.benchmarks.workload import lengths, make_model, prompt_texts
+from tests.processes.alive import until_all_ended
+
+KEPT = page.kept()
+SIZE = "--prompts 2 --group 4 --prompt-tokens 4 --completion-tokens 6 --mean-tokens 5 --cap-tokens 12 --steps 1"
+STEP = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--threads", "1", *SIZE.split()]
+
+
+def test_realistic_lengths_are_the_same_in_every_process():
+    drawn = lengths("realistic", 2000, 0, 19, 64)
+    assert drawn == lengths("realistic", 2000, 0, 19, 64)
+    assert min(drawn) >= 1
+    assert max(drawn) == 64
+    assert 17 < sum(drawn) / len(drawn) < 20
+
+
+def test_a_run_with_other_lengths_is_rejected(tmp_path):
+    make_model(tmp_path, "demo", 64)
+    assert [len(text) for text in prompt_texts(tmp_path, 6, 3)] == [6, 6, 6]
+    given = {"folder": tmp_path, "prompts": 2, "group": 2, "prompt_tokens": 6, "completion_tokens": 5}
+    phases = [
+        {"workload": "fixed", "v": 1, "warm_up": 1, "steps": 1},
+        {"workload": "fixed", "v": 2, "warm_up": 0, "steps": 4},
+    ]
+    work = Work(Namespace(**given, phases=phases, mean_tokens=0, cap_tokens=0))
+    assert work.phase_of == [None, 0, 1, 1, 1, 1]
+    assert work.periods == [1, 1, 2, 2]
+    assert work.tokens(1) == (20, 44)
+    work.check(1, [5, 5, 5, 5], [11, 11, 11, 11])
+    with pytest.raises(RuntimeError, match="rollout 1 has completions of"):
+        work.check(1, [5, 5, 4, 5])
+    work.check_policy(3, {2})
+    with pytest.raises(RuntimeError, match=r"rollout 3 was sampled by the policy of steps \[3\], not 2"):
+        work.check_policy(3, {3})
+    with pytest.raises(RuntimeError, match="not 6 tokens long"):
+        work.check(1, [5, 5, 5, 5], [11, 11, 12, 11])
+
+
+def test_a_failure_keeps_the_results_of_earlier_phases(tmp_path):
+    make_model(tmp_path, "demo", 64)
+    phases = [{"workload": "fixed", "v": 1, "warm_up": 1, "steps": 1}] * 2
+    given = {"folder": tmp_path, "prompts": 1, "group": 2, "prompt_tokens": 6, "completion_tokens": 5, "mean_tokens": 0}
+    work = Work(Namespace(**given, phases=phases, cap_tokens=0, peak_flops=1e12, results=tmp_path / "results.json"))
+    stages, model = Stages(work.phase_of, "wall"), torch.nn.Linear(2, 2)
+
+    def train():
+        for step in (1, 2, 3):
+            stages.inside("overhead", time.sleep, 0.01)
+            stages.end_step(step)
+        assert "step_seconds" in json.loads((tmp_path / "results.json").read_text())[0]
+        raise RuntimeError("no memory")
+
+    first, second = work.run(train, stages, lambda: work.results(stages, model))
+    assert first["step_seconds"] >= 0.01
+    assert second == {"error": "RuntimeError: no memory"}
+
+
+def test_time_is_counted_once_in_the_stage_it_belongs_to():
+    """Waking and sleeping are part of generation and listed separately; within a sync they count as sync."""
+
+    class Engine:
+        def free_memory(self):
+            time.sleep(0.02)
+
+        def generate(self):
+            self.free_memory()
+            time.sleep(0.04)
+
+        def receive(self):
+            self.free_memory()
+            time.sleep(0.08)
+
+    engine, stages = Engine(), Stages([0], "wall")
+    stages.wrap(engine, "free_memory", "turn", outside="sync")
+    stages.wrap(engine, "generate", "generate")
+    stages.wrap(engine, "receive", "sync")
+    engine.receive()
+    engine.generate()
+    stages.inside("overhead", time.sleep, 0.01)
+    stages.end_step(1)
+    summary = stages.summary(0, sampled=1, trained=1, parameters=1, peak_flops=1)
+    assert 0.02 <= summary["turn_seconds"] < summary["stages"]["generate"] - 0.04 + 1e-6
+    assert summary["stages"]["sync"] >= 0.1
+    assert summary["step_seconds"] == pytest.approx(summary["steps"][0], abs=1e-4)
+    assert f"| – – wake, sleep, free memory | {summary['turn_seconds']:.3g} |" in table({"lgrpo": summary})
+
+
+@pytest.mark.parametrize("early_start", [False, True])
+def test_both_systems_in_one_run(early_start, tmp_path):
+    """Equal lengths, realistic ones, and a cycle of two: each system checks the length of every completion."""
+    command = [*STEP, "--also-v", "2", "--warm-up", "1", "--machine", "a machine", "--out", str(tmp_path / "new.json")]
+    command += ["--early-start"] if early_start else []
+    done = subprocess.run(command, capture_output=True, text=True)
+    result = json.loads((tmp_path / "new.json").read_text())
+    runs = result["runs"]
+    assert done.returncode == 0, (runs, done.stderr[-2000:])
+    assert done.stdout.splitlines()[-1] == f"ratio to TRL {min(run['ratio'] for run in runs):.2f}"
+    assert [(run["settings"]["workload"], run["settings"]["v"], run["sweep"]) for run in runs] == [
+        ("fixed", 1, None),
+        ("realistic", 1, None),
+        ("fixed", 2, "also v"),
+        ("realistic", 2, "also v"),
+    ]
+    for run, system in product(runs, ("lgrpo", "trl")):
+        times = run[system]
+        assert sum(times["stages"].values()) == pytest.approx(times["step_seconds"])
+        assert times["stages"]["generate"] > 0
+        assert times["stages"]["update"] > 0
+        assert 0 < times["own_share"] < 1
+        if run is not runs[3]:
+            assert times["sampled_tokens"] == run["lgrpo"]["sampled_tokens"]
+    per_token = [runs[3][system]["step_seconds"] / runs[3][system]["trained_tokens"] for system in ("trl", "lgrpo")]
+    assert runs[3]["ratio"] == per_token[0] / per_token[1], "per token"
+    assert runs[0]["lgrpo"]["sampled_tokens"] == 2 * 4 * 6
+    assert [len(run["lgrpo"]["steps"]) for run in runs] == [1, 1, 2, 2]
+    assert [len(run["lgrpo"]["sync_each"]) for run in runs] == [1, 1, 1, 1]
+    assert [run["trl"] for run in runs[2:]] == [run["trl"] for run in runs[:2]], "TRL at v = 1"
+    assert page.describe("a-machine", result).count("steps: 1 after 1") == 2
+    assert result["machine"] == "a machine"
+    assert check.main([str(tmp_path / "new.json"), str(tmp_path / "new.json")]) == 0
+
+
+def parts_of(benchmark):
+    """Return the process ids of a benchmark's parts by their names."""
+    found = {}
+    for pid in Path(f"/proc/{benchmark}/task/{benchmark}/children").read_text().split():
+        with contextlib.suppress(OSError):  # the process has ended
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if "--inside" in words:
+                found[words[words.index("--inside") + 1]] = int(pid)
+    return found
+
+
+def test_a_waiting_system_ends_with_the_benchmark(tmp_path):
+    """Both processes are started together; the benchmark is killed while the second one waits."""
+    benchmark = subprocess.Popen(
+        [*STEP, "--early-start", "--out", str(tmp_path / "new.json")],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    running: dict[str, int] = {}
+    try:
+        while len(running) < 2:
+            assert benchmark.poll() is None, "the benchmark ended without starting both systems together"
+            time.sleep(0.1)
+            running = parts_of(benchmark.pid)
+    finally:
+        benchmark.kill()
+        benchmark.wait()
+    os.kill(running["lgrpo"], signal.SIGKILL)  # it would run to its end
+    assert until_all_ended(lambda stat: int(stat[0]) == running["trl"], seconds=90)
+
+
+def test_a_system_that_is_never_started_measures_nothing():
+    with IsolatedPart("tests.benchmarks.step", "lgrpo", Namespace(early_start=True)) as waiting:
+        _, errors = waiting.process.communicate(timeout=90)
+        assert errors.splitlines()[-1] == "the benchmark that started this process has ended"
+        assert waiting.process.returncode == 1
+
+
+def test_update_benchmark(tmp_path):
+    rows, out = ["qwen3-0.6b, 16k", "1.5b, budget 0.4"], tmp_path / "update.json"
+    command = [sys.executable, "-m", "tests.benchmarks.update", "--shape", "tiny", "--steps", "1", "--warm-up", "1"]
+    done = subprocess.run([*command, "--out", str(out), "--rows", *rows], capture_output=True, text=True)
+    result = json.loads(out.read_text())
+    assert done.returncode == 0, (result, done.stderr[-2000:])
+    assert list(result["rows"]) == rows
+    for name, row in result["rows"].items():
+        assert f"| {name} | {row['step_seconds']:.3g} |" in done.stdout
+        for metric in ("step_seconds", "tokens_per_second", "mfu", "peak_gib", "state_gib", "gradient_norm"):
+            assert row[metric] > 0
+        assert row["mfu_with_attention"] > row["mfu"]
+        assert row["packed"]
+        assert row["state_gib"] == pytest.approx(16 * row["parameters"] / 2**30, rel=1e-3)
+
+
+def test_sync_benchmark(tmp_path):
+    out, profile = tmp_path / "sync.json", tmp_path / "profile.txt"
+    command = [sys.executable, "-m", "tests.benchmarks.sync", "--shape", "demo", "--processes", "0", "1"]
+    command += ["--syncs", "2", "--out", str(out), "--profile", str(profile)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    in_trainer, in_pool = json.loads(out.read_text())["runs"]
+    assert (in_trainer["processes"], in_pool["processes"]) == (0, 1)
+    assert in_trainer["num_bytes"] == in_pool["num_bytes"] > 500_000
+    assert len(in_trainer["seconds"]) == len(in_pool["seconds"]) == 2
+    assert "the trainer's process: " in done.stdout
+    assert "tensor_checksum" in profile.read_text()
+
+
+@pytest.mark.parametrize(
+    ("engine", "processes", "names", "profiled"),
+    [("embedded", [0, 2], ["| in the trainer", "| 2"], "_decode"), ("vllm", [1], ["| 1"], "schedule")],
+)
+def test_engines_benchmark(engine, processes, names, profiled, tmp_path):
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    out, profiles = tmp_path / "engines.json", tmp_path / "profiles"
+    command = [sys.executable, "-m", "tests.benchmarks.engines", "--shape", "tiny", "--engine", engine]
+    command += ["--processes", *map(str, processes)]
+    command += ["--prompts", "3", "--group", "2", "--prompt-tokens", "4", "--completion-tokens", "5", "--rollouts", "2"]
+    command += ["--ahead", "3", "--out", str(out), "--profile", str(profiles)]
+    done = subprocess.run(command, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    runs = json.loads(out.read_text())["runs"]
+    assert [run["processes"] for run in runs] == processes
+    for run in runs:
+        assert len(run["rollouts"]) == 2
+        assert all(set(row) == {"wake", "sync", "generate", "rest"} for row in (*run["rollouts"], run["ahead"]))
+        assert all(row["generate"] > 0 < row["sync"] for row in (*run["rollouts"], run["ahead"]))
+    assert len(list(profiles.iterdir())) == sum(max(1, count) for count in processes), "one profile per engine"
+    assert all(profiled in path.read_text() for path in profiles.iterdir())
+    rows = done.stdout.decode().splitlines()[-1 - len(runs) : -1]
+    assert [line.split(" | ")[0] for line in rows] == names
+
+
+def test_random_models_are_reproducible(tmp_path):
+    """Several threads initialise the weights."""
+    for name in ("a", "b"):
+        make_model(tmp_path / name, "tiny", 64)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    matrices = {name: tensor for name, tensor in first.items() if tensor.dim() > 1}
+    assert all(tensor.std().item() == pytest.approx(0.02, rel=0.1) for tensor in matrices.values())
+    assert all((first[name] == 1).all() for name in first.keys() - matrices.keys())
+    assert len({tensor.flatten()[0].item() for tensor in matrices.values()}) == len(matrices), "every matrix differs"
+
+
+class TestCheck:
+    @pytest.mark.parametrize("name", sorted(KEPT))
+    def test_a_result_that_is_slower_in_both_systems_passes(self, name, tmp_path):
+        slower = copy.deepcopy(KEPT[name])
+        for run in slower["runs"]:
+            for system in {"lgrpo", "trl"} & run.keys():
+                run[system]["step_seconds"] *= 3
+        path = tmp_path / f"step-{name}.json"
+        path.write_text(json.dumps(slower))
+        assert check.main([str(path)]) == 0
+
+    @pytest.mark.parametrize("name", sorted(KEPT))
+    def test_a_slower_or_larger_lgrpo_fails(self, name, tmp_path, capsys):
+        path = tmp_path / f"step-{name}.json"
+        for metric, words in (("step_seconds", "time of a step over TRL's"), ("peak_gib", "memory over TRL's")):
+            worse = copy.deepcopy(KEPT[name])
+            for run in worse["runs"]:
+                if "trl" in run:
+                    run["lgrpo"][metric] *= 1.2
+            path.write_text(json.dumps(worse))
+            assert check.main([str(path)]) == 1
+            assert words in capsys.readouterr().out
+            assert check.main([str(path), "--tolerance", "0.25"]) == 0
+
+    def made_up(self, seconds, own_share=0.1):
+        settings = {"workload": "fixed", "v": 1}
+        runs = [
+            {
+                "sweep": "group",
+                "settings": settings | {"group": g},
+                "lgrpo": {"step_seconds": s, "own_share": own_share},
+            }
+            for g, s in seconds.items()
+        ]
+        return {"device": "cpu", "model": "demo", "runs": runs}
+
+    def test_growth_along_a_sweep_and_own_share(self):
+        kept = check.ratios(self.made_up({4: 1.0, 8: 2.0}))
+        assert check.worse(check.ratios(self.made_up({4: 5.0, 8: 10.0})), kept, 0.15) == []
+        assert len(check.worse(check.ratios(self.made_up({4: 1.0, 8: 4.0})), kept, 0.15)) == 1
+        assert len(check.worse(check.ratios(self.made_up({4: 1.0, 8: 2.0}, own_share=0.2)), kept, 0.15)) == 2
+
+    def test_nothing_to_compare(self, tmp_path, capsys):
+        (tmp_path / "a.json").write_text(json.dumps(self.made_up({4: 1.0})))
+        (tmp_path / "b.json").write_text(json.dumps(self.made_up({16: 1.0})))
+        assert check.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+        assert "no run in common" in capsys.readouterr().out
+        assert check.main([str(tmp_path / "a.json")]) == 2
+        assert "kept results: step-" in capsys.readouterr().out
+
+
+def test_speed_page_shows_the_kept_results():
+    text = page.PAGE.read_text()
+    assert page.filled(text, KEPT) == text, "run python -m tests.benchmarks.page"
+    for name in KEPT:
+        assert f"step-{name}.json" in text
+
+
+def test_results_page_shows_the_kept_rows():
+    assert studies.PAGE.read_text(encoding="utf-8") == studies.page()
+
+
+@pytest.mark.parametrize(
+    ("v", "max_sequences", "cached"), [(1, 512, 4), (10, 512, 40), (400, 512, 1024), (400, 320, 640)]
+)
+@pytest.mark.parametrize("also", [[], [{"workload": "realistic", "v": 1, "steps": 2, "warm_up": 1}]])
+def test_cache_holds_all_sequences_that_are_decoded_together(v, max_sequences, cached, also, tmp_path):
+    """With a smaller cache, a cycle in one call would be no faster than its rollouts one by one."""
+    make_model(tmp_path, "demo", 64)
+    phases = [*also, {"workload": "fixed", "v": v, "steps": v, "warm_up": 0}]
+    sizes = {"prompts": 2, "group": 2, "prompt_tokens": 4, "completion_tokens": 6, "mean_tokens": 1.0, "cap_tokens": 3}
+    work = Work(Namespace(folder=tmp_path, processes=2, sequences=max_sequences, phases=phases, **sizes))
+    each = (4 + 6) * 2 * 2 * 96 * 2 / 2**30  # tokens, layers, keys and values, width, bytes
+    assert work.cache_gib() == pytest.approx(1.1 * cached * each)

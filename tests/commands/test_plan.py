@@ -1,0 +1,84 @@
+"""``lgrpo plan``: the numbers of a config."""
+
+from __future__ import annotations
+
+from lgrpo.cli import main
+from tests.test_cli import CONFIGS, with_base
+
+
+def plan(capsys, *options):
+    main(["plan", *with_base("demo.yaml"), *options])
+    lines = capsys.readouterr().out.splitlines()
+    return {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines if "  " in line}
+
+
+def test_off_policy(capsys):
+    rows = plan(capsys)
+    assert rows["schedule"].startswith("v = 10, i = 1: off-policy")
+    assert rows["lags that occur"].startswith("0, 1, …, 9 optimizer steps")
+    assert rows["whole run"] == "800 rollouts, 800 optimizer steps, 80 syncs, 204,800 completions"
+    assert rows["policy"].startswith("223,488 parameters")
+    assert "reference" in rows["memory, held"]
+
+
+def test_adaptive_sync(capsys):
+    rows = plan(capsys, f"--config={CONFIGS / 'adaptive.yaml'}")
+    assert rows["schedule"].startswith("v by measurement, 1 to 50, i = 1")
+    assert rows["sync"] == "when tv reaches 0.25, after 1 to 50 rollouts"
+    assert rows["lags that occur"] == "0, 1, …, 49 optimizer steps, at most"
+    assert "16 to 800 syncs" in rows["whole run"]
+
+
+def test_the_lags_occur_in_a_run(capsys):
+    from tests.helpers import fit
+
+    rows = plan(capsys, "--weight_sync.period=3", "--data.reuse=2")
+    assert rows["lags that occur"].startswith("0, 1, …, 5 ")
+    assert set(fit(v=3, i=2, rollouts=6).recorder.lags) == {0, 1, 2, 3, 4, 5}
+
+
+def test_on_policy_offline_and_no_reference(capsys):
+    options = ["--weight_sync.period=1", "--model.loss.kl_coef=0"]
+    rows = plan(capsys, *options)
+    assert rows["lags that occur"] == "0: every completion is fresh"
+    assert "reference" not in rows["memory, held"]
+    grpo, dapo = (f"--config={CONFIGS / 'algorithms' / name}.yaml" for name in ("grpo", "dapo"))
+    assert "reference 0.9 MiB" in plan(capsys, grpo)["memory, held"]
+    assert "reference" not in plan(capsys, dapo)["memory, held"]
+    assert plan(capsys, dapo)["zero-variance groups"].startswith("sampled again with other prompts, 4 times")
+    rows = plan(capsys, "--weight_sync.period=null")
+    assert rows["sync"] == "before the first rollout only"
+
+
+def test_the_engine_has_the_precision_of_the_trainer(capsys):
+    vllm, fast = (f"--config={CONFIGS / name}.yaml" for name in ("vllm", "fast"))
+    on_gpu = ["--trainer.accelerator=auto", "--trainer.precision=bf16-mixed"]
+    assert "engine's copy 0.9 MiB" in plan(capsys, *on_gpu)["memory, held"], "the policy's"
+    assert "engine's copy 0.9 MiB" in plan(capsys, vllm)["memory, held"]
+    assert "engine's copy 0.4 MiB" in plan(capsys, vllm, *on_gpu)["memory, held"]
+    float32 = plan(capsys, vllm, *on_gpu, "--data.engine.dtype=float32")
+    assert "engine's copy 0.9 MiB" in float32["memory, held"]
+    assert "engines' 2 copies 0.9 MiB" in plan(capsys, fast, *on_gpu)["memory, held"]
+    assert "engines' 2 copies 1.7 MiB" in plan(capsys, fast)["memory, held"], "on a CPU"
+
+
+def test_the_length_of_a_run_follows_lightning(capsys):
+    by_steps = plan(capsys, "--trainer.max_epochs=null", "--trainer.max_steps=1000")
+    assert by_steps["whole run"].startswith("1000 rollouts, 1000 optimizer steps, 100 syncs")
+    odd = plan(capsys, "--trainer.max_steps=10", "--data.reuse=3")
+    assert odd["whole run"].startswith("4 rollouts, 10 optimizer steps, 1 syncs")
+    assert plan(capsys, "--trainer.max_epochs=-1")["whole run"].startswith("no end")
+    assert "each of 4 devices, about 64 completions" in plan(capsys, "--trainer.devices=4")["micro-batches"]
+
+
+def test_activation_memory_counts_only_for_compiled_layers(capsys):
+    share = "--model.policy.activation_memory=0.1"
+    whole, plain, less = (
+        plan(capsys, *options)["memory, in a step"] for options in ([], [share], [share, "--model.policy.compile=true"])
+    )
+    assert whole == plain != less
+
+
+def test_a_model_that_cannot_be_read(capsys):
+    rows = plan(capsys, "--model.policy.name=nobody/nothing", "--model.policy.config=null")
+    assert rows["memory"].startswith("not estimated: the model's config cannot be read")

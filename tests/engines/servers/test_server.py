@@ -1,0 +1,215 @@
+"""Real vLLM servers: samples, syncs, and errors at the start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from lgrpo import Sampling
+from lgrpo.cli import main
+from lgrpo.engines import EngineError, Timeouts, VLLMServerEngine, WeightSyncError
+from lgrpo.engines.servers.client import VLLMServer
+from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
+from tests.helpers import fit, tiny_policy
+
+pytest.importorskip("vllm")
+
+CONFIGS, PRINT = Path(__file__).parents[3] / "configs", "--print_config"
+
+
+@pytest.fixture(scope="module")
+def engine(two_servers, policy):
+    """Return the shared engine after a sync of this module's policy."""
+    two_servers.load_weights(policy.weights(), step=3)
+    return two_servers
+
+
+@pytest.fixture
+def running(engine, monkeypatch):
+    """Return the URL of the first server as ``urls``, with its key in the environment."""
+    monkeypatch.setenv("LGRPO_VLLM_API_KEY", engine.group.servers[0].api_key)
+    return [engine.group.servers[0].url]
+
+
+def test_logprobs_agree_before_and_after_a_sync_on_every_server(policy, engine):
+    questions, first = prompts(policy, *TEXTS), engine.state.version
+    for step in (3, 4):
+        groups = engine.generate(questions, 5, Sampling(max_tokens=12), 0, policy.tokenizer)
+        assert mismatch(policy, questions, groups) <= TOLERANCE
+        assert {(c.behaviour_step, c.version) for group in groups for c in group} == {(step, first + step - 3)}
+        if step == 3:
+            disturb(policy)
+            stale = engine.generate(questions, 5, Sampling(max_tokens=12), 0, policy.tokenizer)
+            assert mismatch(policy, questions, stale) > 0.05
+            engine.load_weights(policy.weights(), step=4)
+
+
+def test_samples_do_not_depend_on_the_server(policy, engine):
+    questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=10)
+    forwards = as_ids(engine.generate(questions, 4, sampling, 7, policy.tokenizer))
+    backwards = as_ids(engine.generate(questions[1:] + questions[:1], 4, sampling, 7, policy.tokenizer))
+    assert forwards == backwards[-1:] + backwards[:-1]
+
+
+def test_both_servers_are_used(policy, engine):
+    before = [server.log.read_text().count("POST /v1/completions") for server in engine.group.servers]
+    engine.generate(prompts(policy, *TEXTS * 4), 2, Sampling(max_tokens=8), 7, policy.tokenizer)
+    after = [server.log.read_text().count("POST /v1/completions") for server in engine.group.servers]
+    assert sum(after) - sum(before) == 4 * len(TEXTS)
+    assert all(b > a for a, b in zip(before, after, strict=True))
+
+
+def test_the_files_are_the_behaviour_policy(policy, engine):
+    held = engine.state_dict()["weights"]
+    assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
+    assert oct(engine.group.transfer.folder.stat().st_mode)[-3:] == "700"
+
+
+def test_every_route_requires_the_key(engine):
+    url = engine.group.servers[0].url
+    for method, path in (("POST", "/collective_rpc"), ("POST", "/pause"), ("GET", "/v1/models")):
+        assert requests.request(method, url + path, json={}, timeout=10).status_code == 401
+    with pytest.raises(EngineError, match="rejected the API key"):
+        VLLMServer(url, "a wrong key").call("GET", "/v1/models", 10)
+    assert url.startswith("http://127.0.0.1:")
+
+
+def test_a_run_that_samples_while_it_trains(engine):
+    run = fit(v=4, rollouts=8, data={"engine": engine})
+    assert run.recorder.lags == [0, 1, 2, 3] * 2
+    assert all(row["train/engine_mismatch_max"] <= TOLERANCE for row in run.logged if row["train/lag"] == 0)
+    lead = fit(v=1, rollouts=6, data={"engine": engine, "lead": 1})
+    assert lead.recorder.lags == [0, 1, 1, 1, 1, 1]
+    exact = fit(v=1, rollouts=4, data={"engine": engine})
+    assert exact.recorder.lags == [0] * 4
+
+
+def test_a_resumed_run(engine, tmp_path):
+    check_resume(engine, tmp_path)
+
+
+def test_no_key_is_written_to_disk_or_logs(engine, running, tmp_path, capfd):
+    """Check the servers' command lines and logs, and the config, files and output of a run."""
+    keys = [server.api_key for server in engine.group.servers]
+    for server in engine.group.servers:
+        assert server.api_key.encode() not in Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+        assert server.api_key not in server.log.read_text()
+    fit(rollouts=1, data={"engine": engine}, trainer={"default_root_dir": str(tmp_path), "logger": CSVLogger(tmp_path)})
+    overlay = CONFIGS / "vllm_server.yaml"
+    with pytest.raises(SystemExit):
+        main(
+            ["fit", f"--config={CONFIGS / 'tiny.yaml'}", f"--config={overlay}", f"--data.engine.urls={running}", PRINT]
+        )
+    printed = "".join(capfd.readouterr())
+    assert "api_key_env: LGRPO_VLLM_API_KEY" in printed
+    written = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+    assert written
+    assert not [key for key in keys for text in [printed, *written] if key in text]
+
+
+def test_a_server_that_is_already_running(policy, engine, running):
+    for step in (6, 7):
+        engine.load_weights(policy.weights(), step)
+    expected = engine.generate(prompts(policy, *TEXTS), 3, Sampling(max_tokens=6), 0, policy.tokenizer)
+    disturb(policy)
+    other = VLLMServerEngine(urls=running, seeded=True)
+    record = other.load_weights(policy.weights(), step=8)
+    assert record.version == 0
+    groups = other.generate(prompts(policy, *TEXTS), 3, Sampling(max_tokens=6), 0, policy.tokenizer)
+    assert mismatch(policy, prompts(policy, *TEXTS), groups) <= TOLERANCE
+    other.close()
+    assert engine.group.servers[0].process.poll() is None, "a server of urls is left running"
+    disturb(policy)
+    with pytest.warns(UserWarning, match=rf"{running[0]} holds version 0 of the weights, not {engine.state.version}"):
+        stale = engine.generate(prompts(policy, *TEXTS), 3, Sampling(max_tokens=6), 0, policy.tokenizer)
+    assert stale == expected, "its weights were restored"
+    assert engine.group.servers[0].process.poll() is None
+
+
+def test_a_server_with_another_model(policy, running):
+    with pytest.raises(EngineError, match=r"serves \['policy'\], not 'other'"):
+        VLLMServerEngine(urls=running, served_model_name="other").load_weights(policy.weights(), 0)
+    larger = tiny_policy(config={**dict(policy.settings), "num_hidden_layers": 2})
+    larger.build()
+    with pytest.raises(WeightSyncError, match="the sync failed"):
+        VLLMServerEngine(urls=running).load_weights(larger.weights(), 0)
+
+
+def test_syncs_work_after_an_error(policy, engine):
+    for server in engine.group.servers:
+        server.call("POST", "/resume", 30)
+    engine.load_weights(policy.weights(), step=10)
+    questions = prompts(policy, *TEXTS)
+    groups = engine.generate(questions, 3, Sampling(max_tokens=6), 0, policy.tokenizer)
+    assert mismatch(policy, questions, groups) <= TOLERANCE
+
+
+def test_a_server_that_is_down(policy):
+    with pytest.raises(EngineError, match=r"no vLLM server answers at http://127\.0\.0\.1:9"):
+        VLLMServerEngine(urls=["http://127.0.0.1:9"], timeouts=Timeouts(start=1)).load_weights(policy.weights(), 0)
+
+
+def test_a_prompt_that_is_too_long(policy, engine):
+    with pytest.raises(ValueError, match="exceed vLLM's max_model_len of 32"):
+        engine.generate(prompts(policy, "0" * 30), 2, Sampling(max_tokens=4), 0, policy.tokenizer)
+    body = {"model": "policy", "prompt": [2] * 40, "max_tokens": 4}
+    with pytest.raises(EngineError, match="answered /v1/completions with 400"):
+        engine.group.servers[0].call("POST", "/v1/completions", 30, json=body)
+
+
+def test_a_wrong_request_is_not_a_failure_of_the_server(policy, engine):
+    before = replace(engine.faults)
+    wrong = [replace(prompt, token_ids=[10**6]) for prompt in prompts(policy, *TEXTS)]
+    with pytest.raises(EngineError, match="answered /v1/completions with 400"):
+        engine.generate(wrong, 2, Sampling(max_tokens=4), 0, policy.tokenizer)
+    assert engine.faults == before
+
+
+def test_no_memory_for_the_cache(policy):
+    engine = VLLMServerEngine(kv_cache_gib=1e-6)
+    with pytest.raises(EngineError, match=r"ended with exit code 1\. Its log says(.|\n)*(KV cache|memory)"):
+        engine.load_weights(policy.weights(), 0)
+    engine.close()
+
+
+def test_interrupted_between_two_starts(policy, monkeypatch):
+    """The first server is ended if the start is interrupted before the second."""
+    started, start = [], VLLMServer.start
+
+    def interrupted(*arguments):
+        if started:
+            raise KeyboardInterrupt
+        started.append(start(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(VLLMServer, "start", interrupted)
+    engine = VLLMServerEngine(num_servers=2)
+    with pytest.raises(KeyboardInterrupt):
+        engine.load_weights(policy.weights(), 0)
+    assert started[0].process.poll() is not None
+    engine.close()
+
+
+def test_a_failed_run_leaves_no_server(tmp_path):
+    """Neither server nor files are left after a process ends with an error while its server runs."""
+    script = (
+        "from tests.helpers import tiny_policy; from lgrpo.engines import VLLMServerEngine\n"
+        "policy = tiny_policy(); policy.build(); engine = VLLMServerEngine()\n"
+        "engine.load_weights(policy.weights(), 0)\n"
+        "print(engine.group.servers[0].process.pid, engine.group.transfer.folder, flush=True)\n"
+        "raise SystemExit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 3, done.stderr
+    pid, folder = done.stdout.split()[-2:]
+    assert not Path(folder).exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
