@@ -36,6 +36,7 @@ from lgrpo.commands.hf_folder import read_checkpoint
 from lgrpo.data import DynamicSampling
 from lgrpo.engines import EngineError, WeightSyncError
 from lgrpo.report import read_series
+from lgrpo.report.series import read_metrics
 from lgrpo.rewards import Reward
 from lgrpo.run.checkpoints import PART, is_complete, newest_checkpoint, remove_partial
 from lgrpo.run.resume import ResumeError
@@ -392,10 +393,13 @@ def test_a_disk_that_fills_up_or_becomes_read_only(tmp_path, fault):
     assert done.returncode == 0, done.stderr
     reason = "No space left on device" if fault == "full" else "Read-only file system"
     assert f"no checkpoint could be written to disk/run/checkpoints/step=10.ckpt ({reason})" in done.stderr
-    assert "CSVLogger failed" in done.stderr
+    assert "MetricsLogger failed" in done.stderr
     assert "The run is in disk/run/" in done.stdout  # the run finished
     newest = newest_checkpoint(tmp_path / "kept" / "checkpoints")
     assert torch.load(newest, weights_only=True)["global_step"] >= 5
+    series, notes = read_metrics(tmp_path / "kept")
+    assert not notes
+    assert [step for step, _ in series["train/loss"]][:5] == [0, 1, 2, 3, 4]
 
 
 class BrokenLogger(CSVLogger):

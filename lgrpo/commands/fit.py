@@ -13,7 +13,7 @@ import lightning as L
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from lgrpo import recordings  # noqa: F401  (so that short class names find its engine and callback)
 from lgrpo.callbacks import (
@@ -37,6 +37,7 @@ from lgrpo.data import RolloutDataModule
 from lgrpo.module import GRPOModule
 from lgrpo.report import closing_line, draw_curves, read_series
 from lgrpo.run.folder import RunFolder
+from lgrpo.run.metrics_logger import MetricsLogger
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help texts of Sampling, Timeouts, Evaluation, …
 
@@ -232,7 +233,7 @@ class SaveConfig(SaveConfigCallback):
 
 def default_loggers(folder: Path) -> list[Logger]:
     """Return the loggers of a run that configures none: CSV, and TensorBoard if it is installed."""
-    loggers: list[Logger] = [CSVLogger(str(folder), name="metrics")]
+    loggers: list[Logger] = [MetricsLogger(str(folder), name="metrics")]
     try:
         loggers.append(TensorBoardLogger(str(folder), name="tensorboard"))
     except ModuleNotFoundError:

@@ -70,7 +70,7 @@ def options(run: Path, rollouts: int) -> list[str]:
         "--data.num_prompts=4",
         "--data.group_size=4",
         "--checkpoint.every_n_train_steps=1",
-        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+        "--trainer.logger=lgrpo.run.metrics_logger.MetricsLogger",
         f"--trainer.logger.save_dir={run}",
         "--trainer.logger.name=metrics",
         "--trainer.enable_progress_bar=false",
