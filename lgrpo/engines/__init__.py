@@ -1,15 +1,7 @@
 """Engines sample completions from the behaviour policy."""
 
-from lgrpo.engines.base import (
-    BORROWED,
-    EngineState,
-    NoWeightsError,
-    OnGroup,
-    RolloutEngine,
-    Sampling,
-    Timeouts,
-)
-from lgrpo.engines.completions import text_before_stop
+from lgrpo.engines.base import BORROWED, EngineState, NoWeightsError, RolloutEngine, Timeouts
+from lgrpo.engines.completions import Generation, OnGroup, Sampling, text_before_stop
 from lgrpo.engines.manifest import SyncRecord, WeightSyncError
 from lgrpo.engines.pool.engine import EnginePool
 from lgrpo.engines.recovery import EngineError, Faults
@@ -23,6 +15,7 @@ __all__ = [
     "EnginePool",
     "EngineState",
     "Faults",
+    "Generation",
     "NoWeightsError",
     "OnGroup",
     "RolloutEngine",

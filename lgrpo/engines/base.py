@@ -4,57 +4,23 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.checks import check_range
+from lgrpo.engines.completions import Generation, OnGroup, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import EngineError, Faults
 from lgrpo.types import Adapter, Completion, PolicyWeights, Prompt
 
-OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
-"""Callback that receives the index of a prompt among the requested ones, and all its completions."""
-
 BORROWED = -1
 """Version of weights that an engine holds only inside ``holding``."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class Sampling:
-    """How completions are drawn."""
-
-    temperature: float = 1.0
-    """Temperature of the softmax, above 0. Every log-probability of the run is taken at it."""
-    top_k: int = 0
-    """Number of likeliest tokens to draw from; 0: all. For validation: truncated samples have no valid ratio."""
-    top_p: float = 1.0
-    """Probability mass of the likeliest tokens to draw from; 1: all. For validation, like top_k."""
-    min_p: float = 0.0
-    """Lowest probability to draw from, as a share of the likeliest token's; 0: all. For validation, like top_k."""
-    max_tokens: int = 256
-    """Longest completion."""
-    stop: list[str] | None = None
-    """Strings that end a completion. Their tokens are trained on; the text that is scored ends before them."""
-
-    def __post_init__(self) -> None:
-        check_range("sampling.temperature", self.temperature, above=0)
-        check_range("sampling.top_k", self.top_k, at_least=0, reason="0 turns it off")
-        check_range("sampling.top_p", self.top_p, above=0, at_most=1)
-        check_range("sampling.min_p", self.min_p, at_least=0, below=1)
-        check_range("sampling.max_tokens", self.max_tokens, at_least=1)
-        if any(not s for s in self.stop or []):
-            raise ValueError("sampling.stop has an empty string, which would end every completion at once")
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether tokens are left out of the draw."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -304,7 +270,6 @@ class RolloutEngine(ABC):
     def held_config(self) -> PretrainedConfig:
         """Return the architecture of the model it holds."""
 
-    @abstractmethod
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -319,6 +284,13 @@ class RolloutEngine(ABC):
         ``on_group`` is called once for each prompt as soon as all its completions are sampled, from any thread and in
         any order, so that they can be scored while others are still being sampled.
         """
+        generation = Generation(prompts, num_samples, sampling, seed, tokenizer, on_group, *self.require_weights())
+        self.sample(generation)
+        return [generation.groups[index] for index in range(len(prompts))]
+
+    @abstractmethod
+    def sample(self, generation: Generation) -> None:
+        """Pass the completions of every prompt to ``generation.keep``, as soon as all of that prompt are sampled."""
 
     @abstractmethod
     def close(self) -> None:

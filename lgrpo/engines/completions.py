@@ -1,50 +1,105 @@
-"""Completions built from sampled or recorded tokens, and where a completion ends."""
+"""A request for completions, the completions it has received, and where a completion ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.engines.base import Sampling
+from lgrpo.checks import check_range
 from lgrpo.engines.recovery import EngineFailure
-from lgrpo.types import Completion
+from lgrpo.types import Completion, Prompt
+
+OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
+"""Callback that receives the index of a prompt among the requested ones, and all its completions."""
 
 
-def eos_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return every token that ends a sequence, according to the tokenizer and to the model's config."""
-    named = config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
-    return {i for i in ids if i is not None}
+@dataclass(kw_only=True, frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    temperature: float = 1.0
+    """Temperature of the softmax, above 0. Every log-probability of the run is taken at it."""
+    top_k: int = 0
+    """Number of likeliest tokens to draw from; 0: all. For validation: truncated samples have no valid ratio."""
+    top_p: float = 1.0
+    """Probability mass of the likeliest tokens to draw from; 1: all. For validation, like top_k."""
+    min_p: float = 0.0
+    """Lowest probability to draw from, as a share of the likeliest token's; 0: all. For validation, like top_k."""
+    max_tokens: int = 256
+    """Longest completion."""
+    stop: list[str] | None = None
+    """Strings that end a completion. Their tokens are trained on; the text that is scored ends before them."""
+
+    def __post_init__(self) -> None:
+        check_range("sampling.temperature", self.temperature, above=0)
+        check_range("sampling.top_k", self.top_k, at_least=0, reason="0 turns it off")
+        check_range("sampling.top_p", self.top_p, above=0, at_most=1)
+        check_range("sampling.min_p", self.min_p, at_least=0, below=1)
+        check_range("sampling.max_tokens", self.max_tokens, at_least=1)
+        if any(not s for s in self.stop or []):
+            raise ValueError("sampling.stop has an empty string, which would end every completion at once")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are left out of the draw."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-def sampled_completion(
-    token_ids: list[int],
-    logprobs: list[float],
-    finish_reason: str | None,
-    sampling: Sampling,
-    tokenizer: PreTrainedTokenizerBase,
-    step: int,
-    version: int,
-) -> Completion:
-    """Return a sampled completion, cut after the first stop string; raise an ``EngineFailure`` if it is incomplete."""
-    if finish_reason not in ("stop", "length"):
-        raise EngineFailure(f"a completion was aborted ({finish_reason}) after {len(token_ids)} tokens")
-    if len(logprobs) != len(token_ids):
-        raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    if sampling.stop and any(s in text for s in sampling.stop):
-        length = _length_with_stop(token_ids, sampling.stop, tokenizer)
-        token_ids, logprobs, finish_reason = token_ids[:length], logprobs[:length], "stop"
-        text = text_before_stop(tokenizer.decode(token_ids, skip_special_tokens=True), sampling.stop)
-    return Completion(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        text=text,
-        finish_reason="stop" if finish_reason == "stop" else "length",
-        behaviour_step=step,
-        version=version,
-    )
+@dataclass(slots=True)
+class Generation:
+    """One call of ``RolloutEngine.generate``: its arguments, the weights it samples from, and the completed groups."""
+
+    prompts: Sequence[Prompt]
+    num_samples: int
+    sampling: Sampling
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    on_group: OnGroup | None
+    step: int
+    version: int
+    groups: dict[int, list[Completion]] = field(default_factory=dict)
+    """Completions by the index of their prompt."""
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Indices of the prompts without completions."""
+        return [index for index in range(len(self.prompts)) if index not in self.groups]
+
+    def keep(self, index: int, group: list[Completion]) -> None:
+        """Add the completions of a prompt."""
+        self.groups[index] = group
+        if self.on_group is not None:
+            self.on_group(index, group)
+
+    def eos_ids(self, config: PretrainedConfig) -> list[int]:
+        """Return every token that ends a sequence, according to the tokenizer and to the model's config."""
+        named = config.eos_token_id
+        ids = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+        return sorted(ids - {None})
+
+    def completion(self, token_ids: list[int], logprobs: list[float], finish_reason: str | None) -> Completion:
+        """Return a sampled completion, cut after the first stop string; raise an ``EngineFailure`` if incomplete."""
+        if finish_reason not in ("stop", "length"):
+            raise EngineFailure(f"a completion was aborted ({finish_reason}) after {len(token_ids)} tokens")
+        if len(logprobs) != len(token_ids):
+            raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
+        stop, tokenizer = self.sampling.stop, self.tokenizer
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        if stop and any(s in text for s in stop):
+            length = _length_with_stop(token_ids, stop, tokenizer)
+            token_ids, logprobs, finish_reason = token_ids[:length], logprobs[:length], "stop"
+            text = text_before_stop(tokenizer.decode(token_ids, skip_special_tokens=True), stop)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            text=text,
+            finish_reason="stop" if finish_reason == "stop" else "length",
+            behaviour_step=self.step,
+            version=self.version,
+        )
 
 
 def text_before_stop(text: str, stop: Sequence[str]) -> str:

@@ -19,8 +19,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from lgrpo.checks import check_range
-from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling
-from lgrpo.engines.completions import eos_ids, sampled_completion
+from lgrpo.engines.base import NoWeightsError, RolloutEngine
+from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
 from lgrpo.functional import named_checksums, stream_uniform
 from lgrpo.types import Completion, PolicyWeights, Prompt
@@ -95,26 +95,12 @@ class TransformersEngine(RolloutEngine):
         return self._model
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase,
-        on_group: OnGroup | None = None,
-    ) -> list[list[Completion]]:
-        step, version = self.require_weights()
-        model, groups = self._held(), dict[int, list[Completion]]()
-        prompts_at_once = max(1, self.max_sequences // num_samples)
-        for start in range(0, len(prompts), prompts_at_once):
-            chunk = prompts[start : start + prompts_at_once]
-            for index, drawn in _decode(model, chunk, num_samples, sampling, seed, tokenizer):
-                rows = slice(index * num_samples, (index + 1) * num_samples)
-                groups[start + index] = drawn.completions(rows, tokenizer, sampling, step, version)
-                if on_group is not None:
-                    on_group(start + index, groups[start + index])
-        return [groups[index] for index in range(len(prompts))]
+    def sample(self, generation: Generation) -> None:
+        prompts_at_once = max(1, self.max_sequences // generation.num_samples)
+        for start in range(0, len(generation.prompts), prompts_at_once):
+            chunk = generation.prompts[start : start + prompts_at_once]
+            for index, group in _decode(self._held(), chunk, generation):
+                generation.keep(start + index, group)
 
     def close(self) -> None:
         self.drop_weights()
@@ -178,31 +164,20 @@ class _Drawn:
         tokens = torch.zeros(count, max_tokens, dtype=torch.int64, device=device)
         return cls(tokens, torch.zeros_like(tokens, dtype=torch.float32), [0] * count, ["length"] * count)
 
-    def completions(
-        self, rows: slice, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, step: int, version: int
-    ) -> list[Completion]:
-        columns = (
-            self.tokens[rows].tolist(),
-            self.logprobs[rows].tolist(),
-            self.lengths[rows],
-            self.finish_reasons[rows],
-        )
-        return [
-            sampled_completion(tokens[:length], logprobs[:length], reason, sampling, tokenizer, step, version)
-            for tokens, logprobs, length, reason in zip(*columns, strict=True)
-        ]
+    def group(self, index: int, generation: Generation) -> list[Completion]:
+        """Return the completions of the prompt at an index."""
+        rows = slice(index * generation.num_samples, (index + 1) * generation.num_samples)
+        tokens, logprobs = self.tokens[rows].tolist(), self.logprobs[rows].tolist()
+        columns = zip(tokens, logprobs, self.lengths[rows], self.finish_reasons[rows], strict=True)
+        return [generation.completion(t[:length], p[:length], reason) for t, p, length, reason in columns]
 
 
 def _decode(
-    model: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    sampling: Sampling,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[tuple[int, _Drawn]]:
-    """Yield the index of each prompt when its last row ends, and all tokens. Siblings share their prompt's pass."""
-    device, eos = model.device, torch.tensor(sorted(eos_ids(model.config, tokenizer)), device=model.device)
+    model: PreTrainedModel, prompts: Sequence[Prompt], generation: Generation
+) -> Iterator[tuple[int, list[Completion]]]:
+    """Yield each prompt's index and completions when the last of them ends. Siblings share their prompt's pass."""
+    num_samples, sampling, tokenizer = generation.num_samples, generation.sampling, generation.tokenizer
+    device, eos = model.device, torch.tensor(generation.eos_ids(model.config), device=model.device)
     longest = max(len(p.token_ids) for p in prompts)
     tokens = torch.full((len(prompts), longest), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -234,7 +209,7 @@ def _decode(
     for t in range(sampling.max_tokens):
         if t % _BLOCK == 0:  # drawing for one token takes as long as for a block
             ahead = torch.arange(t, min(t + _BLOCK, sampling.max_tokens), device=device)
-            uniform = stream_uniform(seed, prompt_positions[alive, None], siblings[alive, None], ahead)
+            uniform = stream_uniform(generation.seed, prompt_positions[alive, None], siblings[alive, None], ahead)
         drawn, logprobs = draw(logits.float(), sampling, uniform[:, t % _BLOCK])
         so_far.tokens[alive, t], so_far.logprobs[alive, t] = drawn, logprobs
         stops = is_open & _stops(so_far.tokens[:, : t + 1], alive, sampling.stop or [], tokenizer, eos)
@@ -244,7 +219,7 @@ def _decode(
             index = row // num_samples
             unfinished[index] -= 1
             if unfinished[index] == 0:
-                yield index, so_far
+                yield index, so_far.group(index, generation)
         is_open = is_open & ~ends
         remaining = is_open.nonzero().squeeze(1)
         if not len(remaining):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, final
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.checks import check_range
-from lgrpo.engines.base import BORROWED, EngineState, OnGroup, RolloutEngine, Sampling
+from lgrpo.engines.base import BORROWED, EngineState, RolloutEngine
+from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import EngineError, Faults
 from lgrpo.engines.transformers import TransformersEngine
@@ -159,29 +160,19 @@ class ReplayEngine(RolloutEngine):
                 )
         return self._loaded.completions(rows, self.rewards)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase,
-        on_group: OnGroup | None = None,
-    ) -> list[list[Completion]]:
-        if self.state.version == BORROWED:  # a validation samples from the policy only
-            return self.engine.generate(prompts, num_samples, sampling, seed, tokenizer, on_group)
+    def sample(self, generation: Generation) -> None:
+        if generation.version == BORROWED:  # a validation samples from the policy only
+            return self.engine.sample(generation)
+        prompts, num_samples, seed = generation.prompts, generation.num_samples, generation.seed
         num_recorded = num_samples if self.siblings is None else self.siblings
         recorded = {
             index: self._completions(prompt, self._choose_rows(prompt, num_recorded, seed))
             for index, prompt in enumerate(prompts)
             if self._is_recorded(prompt, num_recorded)
         }
-        groups: dict[int, list[Completion]] = {}
 
         def complete(index: int, sampled: list[Completion]) -> None:
-            groups[index] = [*sampled, *recorded.get(index, [])]
-            if on_group is not None:
-                on_group(index, groups[index])
+            generation.keep(index, [*sampled, *recorded.get(index, [])])
 
         counts = {index: num_samples - len(recorded.get(index, [])) for index in range(len(prompts))}
         for index in (index for index, count in counts.items() if count == 0):
@@ -191,12 +182,11 @@ class ReplayEngine(RolloutEngine):
             self.engine.generate(
                 [prompts[index] for index in indices],
                 count,
-                sampling,
+                generation.sampling,
                 seed,
-                tokenizer,
+                generation.tokenizer,
                 lambda i, sampled, indices=indices: complete(indices[i], sampled),  # type: ignore[misc]
             )
-        return [groups[index] for index in range(len(prompts))]
 
     # Weights are the inner engine's
 

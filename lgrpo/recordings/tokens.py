@@ -8,7 +8,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.engines.base import Sampling
+from lgrpo.engines.completions import Sampling
 from lgrpo.recordings.recording import Recording, with_column
 
 

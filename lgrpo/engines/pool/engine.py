@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import final
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from lgrpo.checks import check_range
-from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, Timeouts
+from lgrpo.engines.base import NoWeightsError, RolloutEngine, Timeouts
+from lgrpo.engines.completions import Generation
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
-from lgrpo.engines.pool.worker import without_row
 from lgrpo.engines.pool.worker_process import WorkerProcess
 from lgrpo.engines.pool.workers import Workers
 from lgrpo.engines.processes import has_other_ranks
 from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults
 from lgrpo.engines.vllm.engine import VLLMEngine
 from lgrpo.engines.vllm.runtime import check_context_length
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import PolicyWeights
 
 
 @final
@@ -135,37 +135,19 @@ class EnginePool(RolloutEngine):
             raise NoWeightsError
         return self._config
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase,
-        on_group: OnGroup | None = None,
-    ) -> list[list[Completion]]:
-        step, version = self.require_weights()
+    def sample(self, generation: Generation) -> None:
         if self.engine.max_model_len is not None:
-            check_context_length(prompts, sampling, self.engine.max_model_len)
-        groups: dict[int, list[Completion]] = {}
+            check_context_length(generation, self.engine.max_model_len)
         self.budget.reset()
         free_cached_memory()
-
-        def keep(index: int, group: list[Completion]) -> None:
-            groups[index] = group
-            if on_group is not None:
-                on_group(index, group)
-
-        while unanswered := [index for index in range(len(prompts)) if index not in groups]:
+        while unanswered := generation.unanswered:
             try:
                 if not self._workers.is_complete:
-                    self._restart_missing(step, version)
-                shares = self._distribute([(index, prompts[index]) for index in unanswered])
-                self._answer(shares, keep, tokenizer, num_samples, sampling, seed, version)
+                    self._restart_missing(generation.step, generation.version)
+                self._answer(unanswered, generation)
             except EngineFailure as failure:
                 self.budget.count_failure(failure)
                 self._workers.remove_dead()
-        return [groups[index] for index in range(len(prompts))]
 
     def wake(self) -> None:
         free_cached_memory()
@@ -206,33 +188,20 @@ class EnginePool(RolloutEngine):
 
     # Completions
 
-    def _distribute(self, prompts: list[tuple[int, Prompt]]) -> list[tuple[WorkerProcess, list[tuple[int, Prompt]]]]:
-        """Deal prompts, with their indices, to the workers."""
+    def _answer(self, unanswered: list[int], generation: Generation) -> None:
+        """Deal prompts to the workers, and keep the groups as they arrive; finally raise if a worker failed."""
         workers = self._workers.running
         if not workers:
             raise EngineError(f"no process with the behaviour policy is left: {RESUME_ADVICE}")
-        shares = [(worker, prompts[number :: len(workers)]) for number, worker in enumerate(workers)]
-        return [(worker, share) for worker, share in shares if share]
-
-    def _answer(
-        self,
-        shares: list[tuple[WorkerProcess, list[tuple[int, Prompt]]]],
-        keep: Callable[[int, list[Completion]], None],
-        tokenizer: PreTrainedTokenizerBase,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        version: int,
-    ) -> None:
-        """Have every worker answer its share, and keep the groups as they arrive; finally raise if a worker failed."""
         failure: EngineFailure | None = None
         busy: dict[Connection, WorkerProcess] = {}
-        for worker, share in shares:
-            indices, prompts = [index for index, _ in share], [without_row(prompt) for _, prompt in share]
-            arguments = prompts, indices, num_samples, sampling, seed, version
+        for number, worker in enumerate(workers[: len(unanswered)]):
+            indices = unanswered[number :: len(workers)]
+            prompts = [replace(generation.prompts[index], row={}) for index in indices]  # rows may not be picklable
+            settings = generation.num_samples, generation.sampling, generation.seed, generation.version
             try:
-                worker.set_tokenizer(tokenizer, self.timeouts.sync)
-                worker.request("generate", *arguments, timeout=self.timeouts.generate)
+                worker.set_tokenizer(generation.tokenizer, self.timeouts.sync)
+                worker.request("generate", prompts, indices, *settings, timeout=self.timeouts.generate)
                 busy[worker.connection] = worker
             except EngineFailure as error:
                 failure = error
@@ -254,7 +223,7 @@ class EnginePool(RolloutEngine):
                         del busy[worker.connection]
                         continue
                     if kind == "group":
-                        keep(*content)
+                        generation.keep(*content)
                     elif kind == "answer":
                         self.budget.add(content)
                         del busy[worker.connection]

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.engines.base import RolloutEngine, Sampling
+from lgrpo.engines.base import RolloutEngine
+from lgrpo.engines.completions import Sampling
 from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.pool.cuda_buffers import ChunkMessage, MappedBuffers, write_file
 from lgrpo.engines.recovery import EngineError, Faults
@@ -147,11 +148,6 @@ class WorkerRequests:
         self._is_interrupted = True
         if not self._is_sending:
             raise KeyboardInterrupt
-
-
-def without_row(prompt: Prompt) -> Prompt:
-    """Return a prompt without its dataset row, which may not be picklable."""
-    return replace(prompt, row={})
 
 
 def main() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, Timeouts
-from lgrpo.engines.completions import eos_ids, sampled_completion
+from lgrpo.engines.base import NoWeightsError, RolloutEngine, Timeouts
+from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import FailureBudget, Faults
 from lgrpo.engines.servers.balancer import LoadBalancer
@@ -21,7 +21,7 @@ from lgrpo.engines.servers.launch import ServerLauncher
 from lgrpo.engines.servers.rank_zero import Weights
 from lgrpo.engines.servers.shared import SharedServers
 from lgrpo.engines.servers.transfer.settings import TransferSettings
-from lgrpo.engines.vllm.runtime import check_context_length
+from lgrpo.engines.vllm.runtime import check_context_length, request_fields
 from lgrpo.functional import stream_seed
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
@@ -201,48 +201,37 @@ class VLLMServerEngine(RolloutEngine):
 
     # Completions
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase,
-        on_group: OnGroup | None = None,
-    ) -> list[list[Completion]]:
-        step, version = self.require_weights()
+    def sample(self, generation: Generation) -> None:
         group, model = self.group, self.group.model
-        check_context_length(prompts, sampling, model.max_model_len)
-        eos = sorted(eos_ids(self.held_config(), tokenizer))
-        shared_fields = request_fields(sampling, num_samples) | {"stop_token_ids": eos, "cache_salt": f"v{version}"}
-        groups: dict[int, list[Completion]] = {}
+        check_context_length(generation, model.max_model_len)
+        shared_fields = request_fields(generation, self.held_config())
         group.wait_for_restarts()
         group.budget.reset()
         cancelled = group.cancelled
 
         def ask(server: VLLMServer, index: int) -> list[Completion]:
-            prompt = prompts[index]
+            prompt = generation.prompts[index]
             body = {
+                **shared_fields,
                 "model": model.name,
                 "prompt": prompt.token_ids,
-                "seed": stream_seed(seed, prompt.position) if model.is_seeded else None,
-                **shared_fields,
+                "seed": stream_seed(generation.seed, prompt.position) if model.is_seeded else None,
+                "return_token_ids": True,
+                "cache_salt": f"v{generation.version}",
             }
             choices = server.call("POST", "/v1/completions", group.timeouts.generate, json=body)["choices"]
             check(server)  # it may have been restarted with other weights before it answered
-            return parse_choices(choices, sampling, tokenizer, step, version)
+            return [
+                generation.completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"])
+                for c in sorted(choices, key=lambda choice: choice["index"])
+            ]
 
         def check(server: VLLMServer) -> None:
             """Check the worker: the health route of a server answers even if its worker hangs."""
             group.check_version(server, group.timeouts.hang)
 
-        def keep(index: int, completions: list[Completion]) -> None:
-            groups[index] = completions
-            if on_group is not None:
-                on_group(index, completions)
-
         balancer = LoadBalancer[VLLMServer, list[Completion]](
-            len(prompts),
+            len(generation.prompts),
             ask=ask,
             check=check,
             replace=lambda server, failure: self._shared.recover(server, failure, cancelled),
@@ -252,45 +241,7 @@ class VLLMServerEngine(RolloutEngine):
         )
         try:
             with self._shared.used():
-                balancer.run(group.available, keep)
+                balancer.run(group.available, generation.keep)
         except BaseException:
             group.cancel()
             raise
-        return [groups[index] for index in range(len(prompts))]
-
-
-def request_fields(sampling: Sampling, num_samples: int) -> dict[str, Any]:
-    """Return the fields of a completion request that do not depend on the prompt."""
-    return {
-        "n": num_samples,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "max_tokens": sampling.max_tokens,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
-
-
-def parse_choices(
-    choices: Sequence[Mapping[str, Any]],
-    sampling: Sampling,
-    tokenizer: PreTrainedTokenizerBase,
-    step: int,
-    version: int,
-) -> list[Completion]:
-    """Return the completions in a response of vLLM, in the order of their indices."""
-    return [
-        sampled_completion(
-            choice["token_ids"],
-            choice["logprobs"]["token_logprobs"],
-            choice["finish_reason"],
-            sampling,
-            tokenizer,
-            step,
-            version,
-        )
-        for choice in sorted(choices, key=lambda choice: choice["index"])
-    ]

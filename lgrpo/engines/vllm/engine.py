@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
-from lgrpo.engines.base import NoWeightsError, OnGroup, RolloutEngine, Sampling, Timeouts
-from lgrpo.engines.completions import eos_ids, sampled_completion
+from lgrpo.engines.base import NoWeightsError, RolloutEngine, Timeouts
+from lgrpo.engines.completions import Generation
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
 from lgrpo.engines.processes import has_other_ranks
 from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults
@@ -27,9 +27,10 @@ from lgrpo.engines.vllm.runtime import (
     first_line,
     import_vllm,
     isolated,
+    request_fields,
 )
 from lgrpo.functional import named_checksums, stream_seed
-from lgrpo.types import Adapter, Completion, NamedTensors, PolicyWeights, Prompt
+from lgrpo.types import Adapter, NamedTensors, PolicyWeights
 
 
 @final
@@ -150,51 +151,28 @@ class VLLMEngine(RolloutEngine):
             raise NoWeightsError
         return self._config
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase,
-        on_group: OnGroup | None = None,
-    ) -> list[list[Completion]]:
-        step, version = self.require_weights()
+    def sample(self, generation: Generation) -> None:
         if self._loader is None:
             raise EngineError(f"vLLM failed, and could not be rebuilt: {RESUME_ADVICE}")
-        check_context_length(prompts, sampling, self._loader.llm.llm.llm_engine.model_config.max_model_len)
-        requests = self._requests(prompts, num_samples, sampling, seed, tokenizer, version)
-        groups: dict[int, list[Completion]] = {}
+        check_context_length(generation, self._loader.llm.llm.llm_engine.model_config.max_model_len)
+        requests = self._requests(generation)
 
         def keep(index: int, output: Any) -> None:
-            groups[index] = [
-                sampled_completion(
-                    list(answer.token_ids),
-                    answer.logprobs.logprobs,
-                    answer.finish_reason,
-                    sampling,
-                    tokenizer,
-                    step,
-                    version,
-                )
-                for answer in output.outputs
-            ]
-            if on_group is not None:
-                on_group(index, groups[index])
+            answers = [(list(a.token_ids), a.logprobs.logprobs, a.finish_reason) for a in output.outputs]
+            generation.keep(index, [generation.completion(*answer) for answer in answers])
 
         self.budget.reset()
-        while unanswered := [index for index in requests if index not in groups]:
+        while unanswered := generation.unanswered:
             try:
-                first_seed = stream_seed(seed, prompts[unanswered[0]].position)
+                first_seed = stream_seed(generation.seed, generation.prompts[unanswered[0]].position)
                 self._answer({index: requests[index] for index in unanswered}, keep, first_seed)
             except EngineFailure as failure:
                 self.budget.count_failure(failure)
             else:
                 break
             with self.budget.timed():  # not in the handler: the traceback would keep the failed vLLM's memory
-                self._rebuild(step, version)
+                self._rebuild(generation.step, generation.version)
             self.budget.count_restarts()
-        return [groups[index] for index in range(len(prompts))]
 
     def wake(self) -> None:
         if self._loader is not None:
@@ -263,35 +241,21 @@ class VLLMEngine(RolloutEngine):
             llm.manifest.compare(llm.on_model(lambda model: checksums(model, layout)))
         return llm
 
-    def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase,
-        version: int,
-    ) -> dict[int, tuple[dict[str, Any], Any]]:
+    def _requests(self, generation: Generation) -> list[tuple[dict[str, Any], Any]]:
         """Return each prompt, and its sampling parameters, as vLLM takes them."""
         from vllm import SamplingParams
 
-        eos = sorted(eos_ids(self.held_config(), tokenizer))
-        requests = {}
-        for index, prompt in enumerate(prompts):
+        shared = request_fields(generation, self.held_config())
+        requests = []
+        for prompt in generation.prompts:
             parameters = SamplingParams(
-                n=num_samples,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                max_tokens=sampling.max_tokens,
-                seed=stream_seed(seed, prompt.position) if self._is_seeded else None,
-                logprobs=0,
+                **shared,
+                seed=stream_seed(generation.seed, prompt.position) if self._is_seeded else None,
                 flat_logprobs=True,  # otherwise vLLM creates an object per token
                 detokenize=False,
-                stop_token_ids=eos,
             )
-            requests[index] = {"prompt_token_ids": prompt.token_ids, "cache_salt": f"v{version}"}, parameters
+            inputs = {"prompt_token_ids": prompt.token_ids, "cache_salt": f"v{generation.version}"}
+            requests.append((inputs, parameters))
         return requests
 
     def _answer(

@@ -8,16 +8,15 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from lgrpo.engines.base import Sampling
+from lgrpo.engines.completions import Generation
 from lgrpo.engines.recovery import EngineError, EngineFailure
-from lgrpo.types import Prompt
 
 WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
 """Arguments for seeded requests on a CPU, whose generators cannot be rewound as chunked prefill requires."""
@@ -36,14 +35,31 @@ def import_vllm() -> Any:
     return vllm
 
 
-def check_context_length(prompts: Sequence[Prompt], sampling: Sampling, max_model_len: int) -> None:
+def check_context_length(generation: Generation, max_model_len: int) -> None:
     """Raise ``ValueError`` if prompt and completion exceed the context: vLLM would truncate silently."""
-    for prompt in prompts:
-        if len(prompt.token_ids) + sampling.max_tokens > max_model_len:
+    max_tokens = generation.sampling.max_tokens
+    for prompt in generation.prompts:
+        if len(prompt.token_ids) + max_tokens > max_model_len:
             raise ValueError(
-                f"a prompt of {len(prompt.token_ids)} tokens and a completion of {sampling.max_tokens} exceed vLLM's "
+                f"a prompt of {len(prompt.token_ids)} tokens and a completion of {max_tokens} exceed vLLM's "
                 f"max_model_len of {max_model_len}: {prompt.text[:60]!r}…"
             )
+
+
+def request_fields(generation: Generation, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a request that do not depend on the prompt."""
+    sampling = generation.sampling
+    return {
+        "n": generation.num_samples,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_tokens,
+        "logprobs": 0,
+        "stop_token_ids": generation.eos_ids(config),
+    }
 
 
 def explain(error: Exception, config: PretrainedConfig) -> str:
