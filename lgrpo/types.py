@@ -7,6 +7,7 @@ of ``tokens[b, t]`` given the tokens before it, not of the token after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -201,6 +202,20 @@ class EvaluationBatch:
 NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
+@contextmanager
+def whole_iteration(source: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Iterate over tensors of a policy, and at the end, also after a failure, take those that are left.
+
+    If one rank stops early, the others wait for it: they gather each tensor of a sharded policy together.
+    """
+    tensors = source()
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass
+
+
 @dataclass(kw_only=True, slots=True)
 class Adapter:
     """Low-rank updates of frozen weights: W of a layer becomes W + B A."""
@@ -226,9 +241,8 @@ class Adapter:
 class PolicyWeights:
     """Weights of a policy for an engine, by their Hugging Face names, produced one tensor at a time.
 
-    Taking a tensor of a sharded policy gathers it, so all ranks must take the same tensors, equally often and in the
-    same order. If every rank has an engine, each iterates to the end even after a failure, and does not start again. If
-    only rank 0 does, the others follow it.
+    Taking a tensor of a sharded policy gathers it, so all ranks must take the same tensors in the same order: see
+    ``whole_iteration``.
     """
 
     config: PretrainedConfig

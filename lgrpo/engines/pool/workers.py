@@ -22,7 +22,7 @@ from lgrpo.engines.processes import visible_devices
 from lgrpo.engines.recovery import EngineFailure, for_each_healthy
 from lgrpo.engines.weight_files import shared_memory
 from lgrpo.functional import CHUNK_BYTES, chunks
-from lgrpo.types import PolicyWeights
+from lgrpo.types import PolicyWeights, whole_iteration
 
 TRAINER_VARIABLES = (
     "RANK",
@@ -85,8 +85,7 @@ class Workers:
         """Send weights in chunks of a quarter of a gigabyte; end the workers that fail, and return their failures.
 
         While the workers read one chunk, the next is made. A worker that asks for the next chunk may still copy the
-        last tensors it has read (``CHUNK_BYTES``), so each chunk is kept until the worker asks again. All tensors
-        are iterated over even if every worker fails (see ``PolicyWeights``).
+        last tensors it has read (``CHUNK_BYTES``), so each chunk is kept until the worker asks again.
 
         Args:
             workers: Receivers.
@@ -115,16 +114,17 @@ class Workers:
                 path.unlink(missing_ok=True)
 
         try:
-            for number, chunk in enumerate(chunks(weights, _CHUNK_BYTES, manifest.dtype)):
-                staged = self._stage(number, chunk, manifest, files)
-                chunk.clear()  # release the tensors before more are made
-                if number:
-                    wait_until_read()
-                send(number, staged)
-                if isinstance(staged, StagedChunk):  # recorded while it is read, two chunks at a time
-                    unrecorded |= staged.tensors
-                if number % 2:
-                    record()
+            with whole_iteration(weights.tensors) as tensors:
+                for number, chunk in enumerate(chunks(tensors, _CHUNK_BYTES, manifest.dtype)):
+                    staged = self._stage(number, chunk, manifest, files)
+                    chunk.clear()  # release the tensors before more are made
+                    if number:
+                        wait_until_read()
+                    send(number, staged)
+                    if isinstance(staged, StagedChunk):  # recorded while it is read, two chunks at a time
+                        unrecorded |= staged.tensors
+                    if number % 2:
+                        record()
             record()
             wait_until_read()
             for_each_healthy(workers, failures, lambda worker: worker.send(manifest.checksums, timeout))

@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lgrpo.engines.recovery import EngineError
-from lgrpo.types import NamedTensors, PolicyWeights
+from lgrpo.types import NamedTensors, PolicyWeights, whole_iteration
 
 Weights = TypeVar("Weights", bound=PolicyWeights | None)
 Outcome = TypeVar("Outcome")
@@ -24,8 +25,7 @@ class RankZeroChannel(Generic[Outcome]):
 
     All ranks construct it at the same time. For each action rank 0 calls ``lead`` and the others call ``follow``.
 
-    Taking a tensor from a sharded policy gathers it, so all ranks must take it (see ``PolicyWeights``). Rank 0 may
-    iterate over the weights as often and as far as it likes: it announces every tensor, and the others take it too.
+    Rank 0 may iterate over the weights as often as it likes: it announces each iteration, and the others iterate too.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -41,7 +41,8 @@ class RankZeroChannel(Generic[Outcome]):
         """Wait for all ranks, act, and send the outcome or the error to the others. For rank 0."""
         self._barrier()
         try:
-            result = act(weights if weights is None else cast(Weights, self._announced(weights)))
+            with contextlib.ExitStack() as iterations:
+                result = act(weights if weights is None else cast(Weights, self._announced(weights, iterations)))
             self._send("done", outcome())
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to raise
@@ -50,42 +51,31 @@ class RankZeroChannel(Generic[Outcome]):
         return result
 
     def follow(self, weights: PolicyWeights | None) -> Outcome:
-        """Take the tensors that rank 0 takes, and return the outcome or raise rank 0's error. For all other ranks."""
+        """Iterate when rank 0 does, and return the outcome or raise rank 0's error. For all other ranks."""
         self._barrier()
-        tensors: Iterator[tuple[str, Tensor]] = iter(())
-        parts = {} if weights is None else _parts(weights)
         while True:
             event, content = self._receive()
-            if event == "begin":
-                tensors = parts[content]()
-            elif event == "next":
-                next(tensors, None)
+            if event == "iterate":
+                assert weights is not None
+                with whole_iteration(_parts(weights)[content]):
+                    pass
             elif event == "done":
                 return content
             else:
                 raise EngineError(f"on rank 0: {content}")
 
-    def _announced(self, weights: PolicyWeights) -> PolicyWeights:
-        """Return the same weights, with a message to the other ranks before each tensor is taken."""
+    def _announced(self, weights: PolicyWeights, iterations: contextlib.ExitStack) -> PolicyWeights:
+        """Return the same weights, with a message to the other ranks at the start of each iteration."""
 
-        def announced(part: str, source: NamedTensors) -> NamedTensors:
-            def tensors() -> Iterator[tuple[str, Tensor]]:
-                self._send("begin", part)
-                own = source()
-                while True:
-                    self._send("next")
-                    try:
-                        yield next(own)
-                    except StopIteration:
-                        return
+        def iterate(part: str) -> Iterator[tuple[str, Tensor]]:
+            iterations.close()  # the iteration before may have stopped early
+            self._send("iterate", part)
+            return iterations.enter_context(whole_iteration(_parts(weights)[part]))
 
-            return tensors
-
-        parts = {part: announced(part, source) for part, source in _parts(weights).items()}
         if weights.adapter is None:
-            return replace(weights, tensors=parts["whole"])
-        adapter = replace(weights.adapter, base=parts["base"], tensors=parts["adapter"])
-        return PolicyWeights.adapted(weights.config, adapter)
+            return replace(weights, tensors=partial(iterate, "whole"))
+        adapter = replace(weights.adapter, base=partial(iterate, "base"), tensors=partial(iterate, "adapter"))
+        return replace(weights, tensors=adapter.merged, adapter=adapter)
 
     def _barrier(self) -> None:
         with self._explained("not all ranks reached the sync"):
