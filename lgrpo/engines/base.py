@@ -17,7 +17,7 @@ from lgrpo.checks import check_range
 from lgrpo.engines.completions import Generation, OnGroup, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import EngineError, Faults
-from lgrpo.types import Adapter, Completion, PolicyWeights, Prompt
+from lgrpo.types import Completion, PolicyWeights, Prompt
 
 BORROWED = -1
 """Version of weights that an engine holds only inside ``holding``."""
@@ -56,6 +56,8 @@ class EngineState:
     """Rollouts sampled from these weights in the whole cycle; None if that is not known beforehand."""
     exhausted: bool = False
     """Whether every rollout of the cycle is sampled, so that the weights are no longer needed."""
+    config: PretrainedConfig | None = None
+    """Architecture of the model; None before the first sync."""
     adapter_rank: int | None = None
     """Rank of the adapters, if the engine was given only these; None if it holds whole weights."""
     ledger: list[SyncRecord] = field(default_factory=list)
@@ -211,14 +213,11 @@ class RolloutEngine(ABC):
             own.step, own.version, own.exhausted = state["step"], state["version"], state["exhausted"]
             self._suspended = None
             return
-        config = AutoConfig.for_model(**state["config"])
-        weights = PolicyWeights(config=config, tensors=lambda: iter(state["weights"].items()))
-        if (rank := state.get("adapter_rank")) is not None:
-            if policy is None or policy.adapter is None:
-                raise EngineError("the engine's state holds adapters, and the policy has none: set policy.lora")
-            weights = PolicyWeights.adapted(
-                config, Adapter(rank=rank, base=policy.adapter.base, tensors=weights.tensors)
-            )
+        config, rank = AutoConfig.for_model(**state["config"]), state.get("adapter_rank")
+        base = None if policy is None or policy.adapter is None else policy.adapter.base
+        if rank is not None and base is None:
+            raise EngineError("the engine's state holds adapters, and the policy has none: set policy.lora")
+        weights = PolicyWeights.of(config, state["weights"], rank, base)
         if policy is not None:
             weights.compute_dtype = policy.compute_dtype
         self.replace_weights(weights, state["step"], state["version"])
@@ -227,6 +226,7 @@ class RolloutEngine(ABC):
     def replace_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
         """Replace the weights without verifying them. Meanwhile, and if it fails, the engine holds none."""
         self.drop_weights()
+        self.state.config = weights.config
         manifest = self.receive_weights(weights, step, version)
         manifest.check_finite()
         self.state.step, self.state.version = step, version
@@ -235,6 +235,12 @@ class RolloutEngine(ABC):
     def drop_weights(self) -> None:
         """Forget which weights the engine holds: ``generate`` raises until the next ``load_weights``."""
         self.state.step, self.state.version, self.state.exhausted = None, None, False
+
+    def held_config(self) -> PretrainedConfig:
+        """Return the architecture of the model it holds."""
+        if self.state.config is None:
+            raise NoWeightsError
+        return self.state.config
 
     def finish_cycle(self) -> None:
         """Declare that every rollout of the cycle is sampled, so that the weights are no longer needed."""
@@ -265,10 +271,6 @@ class RolloutEngine(ABC):
     @abstractmethod
     def held_weights(self) -> dict[str, Tensor]:
         """Return a copy of the engine's own weights, under the policy's names."""
-
-    @abstractmethod
-    def held_config(self) -> PretrainedConfig:
-        """Return the architecture of the model it holds."""
 
     def generate(
         self,

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lgrpo.engines.recovery import EngineError
 from lgrpo.functional import CHUNK_BYTES, as_numbers, chunks, combined_checksum, joined, tensor_checksums
 from lgrpo.types import PolicyWeights
 
 
 class WeightSyncError(RuntimeError):
     """A sync failed: the engine does not hold the policy's weights."""
+
+
+@contextmanager
+def sync_errors() -> Iterator[None]:
+    """Turn an ``EngineError`` inside into a ``WeightSyncError``."""
+    try:
+        yield
+    except EngineError as error:
+        raise WeightSyncError(f"the sync failed: {error}") from error
 
 
 @dataclass(kw_only=True, slots=True)

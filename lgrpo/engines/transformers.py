@@ -86,9 +86,6 @@ class TransformersEngine(RolloutEngine):
     def held_weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._held().state_dict().items()}
 
-    def held_config(self) -> PretrainedConfig:
-        return self._held().config
-
     def _held(self) -> PreTrainedModel:
         if self._model is None or self.state.step is None:
             raise NoWeightsError

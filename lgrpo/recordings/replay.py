@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, final
 
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lgrpo.checks import check_range
 from lgrpo.engines.base import BORROWED, EngineState, RolloutEngine
@@ -239,9 +239,6 @@ class ReplayEngine(RolloutEngine):
 
     def held_weights(self) -> dict[str, Tensor]:
         return self.engine.held_weights()
-
-    def held_config(self) -> PretrainedConfig:
-        return self.engine.held_config()
 
     def close(self) -> None:
         self.engine.close()

@@ -11,12 +11,11 @@ from typing import final
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from lgrpo.checks import check_range
-from lgrpo.engines.base import NoWeightsError, RolloutEngine, Timeouts
+from lgrpo.engines.base import RolloutEngine, Timeouts
 from lgrpo.engines.completions import Generation
-from lgrpo.engines.manifest import WeightManifest, WeightSyncError
+from lgrpo.engines.manifest import WeightManifest, sync_errors
 from lgrpo.engines.pool.worker_process import WorkerProcess
 from lgrpo.engines.pool.workers import Workers
 from lgrpo.engines.processes import has_other_ranks
@@ -68,7 +67,6 @@ class EnginePool(RolloutEngine):
         self.timeouts = timeouts
         self.budget = FailureBudget(max_failures)
         self._workers = Workers(self.engine, num_processes)
-        self._config: PretrainedConfig | None = None
         self._manifest = WeightManifest()
         """The weights of the last sync."""
         self._sent_dtype: torch.dtype | None = None
@@ -81,23 +79,21 @@ class EnginePool(RolloutEngine):
     def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
         self.budget.reset()
         free_cached_memory()
-        if self._config is None:
+        if not self._workers.running:
             atexit.register(self.close)  # however the run ends, it leaves no processes and no files
         try:
-            manifest, failures = self._send_to_all(weights, step, version)
-            for failure in failures:
-                self.budget.count_failure(failure)
-            self._config, self._manifest = weights.config, manifest
-            if failures and not self._workers.running:
-                manifest = self._manifest = self._restart_all(weights, step, version)
-            elif failures:
-                self._restart_missing_repeatedly(step, version)
-        except BaseException as error:
+            with sync_errors():
+                self._manifest, failures = self._send_to_all(weights, step, version)
+                for failure in failures:
+                    self.budget.count_failure(failure)
+                if failures and not self._workers.running:
+                    self._manifest = self._restart_all(weights, step, version)
+                elif failures:
+                    self._restart_missing_repeatedly(step, version)
+        except BaseException:
             self.close()  # some workers may hold only a part of the weights
-            if isinstance(error, WeightSyncError) or not isinstance(error, EngineError):
-                raise
-            raise WeightSyncError(f"the sync failed: {error}") from error
-        return manifest
+            raise
+        return self._manifest
 
     def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
         step, version = self.require_weights()
@@ -115,8 +111,6 @@ class EnginePool(RolloutEngine):
         return reports[0]
 
     def held_weights(self) -> dict[str, Tensor]:
-        if self._config is None:
-            raise NoWeightsError
         free_cached_memory()
         reason = ""
         for worker in self._workers.running:
@@ -129,11 +123,6 @@ class EnginePool(RolloutEngine):
             finally:
                 path.unlink(missing_ok=True)
         raise EngineError(f"no process with the behaviour policy is left{reason}: {RESUME_ADVICE}")
-
-    def held_config(self) -> PretrainedConfig:
-        if self._config is None:
-            raise NoWeightsError
-        return self._config
 
     def sample(self, generation: Generation) -> None:
         if self.engine.max_model_len is not None:
@@ -159,7 +148,6 @@ class EnginePool(RolloutEngine):
 
     def close(self) -> None:
         self.drop_weights()
-        self._config = None
         self._workers.close()
         atexit.unregister(self.close)
 
@@ -264,7 +252,7 @@ class EnginePool(RolloutEngine):
             return
         with self.budget.timed():
             held = self.held_weights()
-            weights = PolicyWeights(config=self.held_config(), tensors=lambda: iter(held.items()))
+            weights = PolicyWeights.of(self.held_config(), held)
             while not self._workers.is_complete:
                 worker, manifest = self._workers.start(), WeightManifest(dtype=self._sent_dtype)
                 try:

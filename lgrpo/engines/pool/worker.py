@@ -39,17 +39,16 @@ class WorkerRequests:
         self._engine = engine
         self._buffers = buffers
         self._manifest = WeightManifest()
-        self._config: PretrainedConfig | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._is_generating = False
         self._is_sending = False
         self._is_interrupted = False
 
-    def receive_weights(self, config: PretrainedConfig | None, step: int, version: int, first: ChunkMessage) -> None:
+    def receive_weights(self, config: PretrainedConfig, step: int, version: int, first: ChunkMessage) -> None:
         """Replace the engine's weights, chunk by chunk; send ``next`` when a chunk is read.
 
         Args:
-            config: Architecture of the model; None: that of the last sync.
+            config: Architecture of the model.
             step: Optimizer step of the weights.
             version: Number of the sync.
             first: First chunk. Further chunks follow through the pipe, then a dictionary with all checksums.
@@ -72,11 +71,9 @@ class WorkerRequests:
                     return
                 yield from self._buffers.tensors_of(message).items()
 
-        self._config = config or self._config
-        assert self._config is not None
         # An engine that verifies reads its weights back; otherwise checksums of the received tensors are compared.
         known = checksums if self._engine.verify else None
-        weights = PolicyWeights(config=self._config, tensors=tensors, checksums=known)
+        weights = PolicyWeights(config=config, tensors=tensors, checksums=known)
         self._manifest = self._engine.replace_weights(weights, step, version)
         self._buffers.synchronize()
 

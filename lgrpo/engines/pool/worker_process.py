@@ -69,7 +69,6 @@ class WorkerProcess:
         self.connection, remote = Pipe()
         self._is_busy = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._config: dict[str, Any] | None = None
         self._cache: ReceiverCache = {}
         with self.log.open("w") as log:
             self.process: subprocess.Popen = start_process(
@@ -122,11 +121,8 @@ class WorkerProcess:
         message = chunk if isinstance(chunk, Path) else chunk.message(self._cache)
         if number > 0:
             self.send(message, timeout)
-            return
-        settings = config.to_dict()
-        new_config = None if settings == self._config else config
-        self.request("receive_weights", new_config, step, version, message, timeout=timeout)
-        self._config = settings
+        else:
+            self.request("receive_weights", config, step, version, message, timeout=timeout)
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
         """Send the tokenizer, unless the worker has it."""

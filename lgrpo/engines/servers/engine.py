@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from lgrpo.engines.base import NoWeightsError, RolloutEngine, Timeouts
+from lgrpo.engines.base import RolloutEngine, Timeouts
 from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import FailureBudget, Faults
@@ -132,7 +132,7 @@ class VLLMServerEngine(RolloutEngine):
             dtype=self.dtype,
             verify=verify,
         )
-        self._shared = SharedServers(self.group, has_weights=lambda: self.state.step is not None)
+        self._shared = SharedServers(self.group, lambda: self.state)
 
     @property
     def faults(self) -> Faults:
@@ -178,11 +178,6 @@ class VLLMServerEngine(RolloutEngine):
     def held_weights(self) -> dict[str, Tensor]:
         return self.group.transfer.held_weights(self.group.available)
 
-    def held_config(self) -> PretrainedConfig:
-        if self.group.model.config is None:
-            raise NoWeightsError
-        return self.group.model.config
-
     def close(self) -> None:
         self._shared.close()
         self.drop_weights()
@@ -197,7 +192,7 @@ class VLLMServerEngine(RolloutEngine):
             self.drop_weights()
             self._state = self._shared.follow(weights)
             return None
-        return self._shared.lead(act, weights, lambda: self.state)
+        return self._shared.lead(act, weights)
 
     # Completions
 

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig
 
 from lgrpo.engines.base import Timeouts
-from lgrpo.engines.manifest import WeightManifest, WeightSyncError
+from lgrpo.engines.manifest import WeightManifest, WeightSyncError, sync_errors
 from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, for_each_healthy
 from lgrpo.engines.servers.client import ServerErrorResponse, VLLMServer
 from lgrpo.engines.servers.launch import ServerLauncher
@@ -31,8 +30,6 @@ class VersionMismatch(EngineFailure):
 class ServedModel:
     """The model that all servers of a group hold, and how to request completions from it."""
 
-    config: PretrainedConfig | None = None
-    """Architecture; None before the first sync."""
     version: int = 0
     """Version of the weights."""
     name: str = ""
@@ -113,31 +110,26 @@ class ServerGroup:
             have_weights = self.launcher.urls is None  # they start from these weights
             sent = self._write_first(weights)
             self.servers, max_model_len = self.launcher.connect(self.transfer, self._sent_dtype, self.timeouts)
-        try:
+        with sync_errors():
             if not have_weights:
                 sent, failures = self._send(weights)
             for_each_healthy(self.available, failures, lambda server: self._set_version(server, version))
             self.transfer.sent, self._checksum = sent, checksum
             self.model = ServedModel(
-                config=weights.config,
                 version=version,
                 name=self.transfer.model or self.launcher.served_model_name,
                 max_model_len=max_model_len,
                 is_seeded=self.launcher.is_seeded,
             )
             self._recover_all(failures, self.cancelled)
-        except EngineError as error:
-            raise WeightSyncError(f"the sync failed: {error}") from error
         return sent
 
     def verify(self, sent: WeightManifest) -> None:
         """Compare the checksums of all servers with those of the policy, and restart servers that fail to report."""
         failures: Failures = {}
-        try:
+        with sync_errors():
             for_each_healthy(self.available, failures, lambda server: sent.compare(self.checksums(server)))
             self._recover_all(failures, self.cancelled)  # which compares their checksums too
-        except EngineError as error:
-            raise WeightSyncError(f"the sync failed: {error}") from error
 
     def checksums(self, server: VLLMServer) -> dict[str, int]:
         """Return the checksums that a server computes of its weights."""

@@ -43,14 +43,14 @@ class SharedServers:
     while rank 0 trains. With a single rank there is no channel, and the group is used directly.
     """
 
-    def __init__(self, group: ServerGroup, has_weights: Callable[[], bool]) -> None:
+    def __init__(self, group: ServerGroup, engine_state: Callable[[], EngineState]) -> None:
         """
         Args:
             group: Servers of this rank.
-            has_weights: Whether the engine holds weights. Otherwise there is nothing to check.
+            engine_state: Returns the state of this rank's engine.
         """
         self.group = group
-        self._has_weights = has_weights
+        self._engine_state = engine_state
         self._channel: RankZeroChannel[SharedView] | None = None
         self._is_leading = False
         self._in_use = threading.Lock()
@@ -79,15 +79,13 @@ class SharedServers:
             self.group.keeps_addresses = True
         return True
 
-    def lead(
-        self, act: Callable[[Weights], Result], weights: Weights, engine_state: Callable[[], EngineState]
-    ) -> Result:
+    def lead(self, act: Callable[[Weights], Result], weights: Weights) -> Result:
         """Run an action on rank 0 when no rank samples any more, and send the resulting view to the other ranks."""
         assert self._channel is not None
         with self.used():
             self._is_leading = True
             try:
-                result = self._channel.lead(act, weights, lambda: self._view(engine_state()))
+                result = self._channel.lead(act, weights, self._view)
             finally:
                 self._is_leading = False
         self._start_health_check()
@@ -133,9 +131,9 @@ class SharedServers:
         """Stop the health check. The group is closed separately."""
         self._stopped.set()
 
-    def _view(self, engine: EngineState) -> SharedView:
+    def _view(self) -> SharedView:
         servers = [(server.url, server.api_key, server.is_unavailable) for server in self.group.servers]
-        return SharedView(servers=servers, model=self.group.model, engine=engine)
+        return SharedView(servers=servers, model=self.group.model, engine=self._engine_state())
 
     def _wait_for_rank_zero(
         self, server: VLLMServer, failure: EngineFailure, cancelled: threading.Event
@@ -171,7 +169,7 @@ class SharedServers:
 
     def _health_check_loop(self, stopped: threading.Event) -> None:
         while not stopped.wait(_HEALTH_CHECK_PERIOD):
-            if not self._has_weights() or not self._in_use.acquire(blocking=False):
+            if self._engine_state().step is None or not self._in_use.acquire(blocking=False):
                 continue
             try:
                 self.group.check_all()

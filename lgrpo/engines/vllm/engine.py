@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lgrpo.engines.base import NoWeightsError, RolloutEngine, Timeouts
+from lgrpo.engines.base import RolloutEngine, Timeouts
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
 from lgrpo.engines.processes import has_other_ranks
@@ -99,7 +99,6 @@ class VLLMEngine(RolloutEngine):
         """vLLM, and how weights get into it; None before the first sync and after a failure."""
         self._llm_dtype: torch.dtype | None = None
         """Precision of the last vLLM, which a rebuilt one must have too."""
-        self._config: PretrainedConfig | None = None
         self._base: NamedTensors | None = None
         """Base weights of the adapters, if only adapters are synced."""
         self._rescued: dict[str, Tensor] = {}
@@ -125,7 +124,6 @@ class VLLMEngine(RolloutEngine):
             raise WeightSyncError(f"vLLM did not load the weights: {first_line(error)}") from error
         if not llm.llm.reset_prefix_cache():
             raise WeightSyncError("vLLM's prefix cache is in use, so it would answer from the weights before this sync")
-        self._config = weights.config
         return manifest
 
     def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
@@ -135,7 +133,7 @@ class VLLMEngine(RolloutEngine):
         try:
             return self._loader.checksums()
         except LookupError as error:
-            model_type = self._config and self._config.model_type
+            model_type = self.held_config().model_type
             raise WeightSyncError(f"{error}: lgrpo does not know vLLM's weight layout of {model_type}") from error
 
     def held_weights(self) -> dict[str, Tensor]:
@@ -145,11 +143,6 @@ class VLLMEngine(RolloutEngine):
             return dict(self._rescued)
         self._loader.llm.wake("weights")
         return self._loader.copies()
-
-    def held_config(self) -> PretrainedConfig:
-        if self._config is None:
-            raise NoWeightsError
-        return self._config
 
     def sample(self, generation: Generation) -> None:
         if self._loader is None:
@@ -276,7 +269,7 @@ class VLLMEngine(RolloutEngine):
                 "vLLM failed, and cannot be rebuilt because its process groups are also the trainer's: "
                 f"{RESUME_ADVICE}, or use lgrpo.engines.VLLMServerEngine"
             )
-        manifest, config = self._loader.manifest, self.held_config()
+        manifest = self._loader.manifest
         try:
             weights = {name: tensor.cpu() for name, tensor in self.held_weights().items()}
             if self.verify:
@@ -291,18 +284,11 @@ class VLLMEngine(RolloutEngine):
         self.close()
         self._rescued = weights
         try:
-            rebuilt = self.replace_weights(self._as_policy_weights(config, weights), step, version)
+            held = PolicyWeights.of(self.held_config(), weights, self.state.adapter_rank, self._base)
+            rebuilt = self.replace_weights(held, step, version)
             if self.verify:
                 manifest.compare(self.held_checksums(rebuilt))  # with the sync's manifest, not with what was rescued
         except BaseException:
             self.state.step, self.state.version = step, version  # a checkpoint can still contain the rescued weights
             raise
         self._rescued = {}
-
-    def _as_policy_weights(self, config: PretrainedConfig, tensors: dict[str, Tensor]) -> PolicyWeights:
-        """Return weights that were held, in the form of a sync."""
-        if self.state.adapter_rank is None:
-            return PolicyWeights(config=config, tensors=lambda: iter(tensors.items()))
-        assert self._base is not None
-        adapter = Adapter(rank=self.state.adapter_rank, base=self._base, tensors=lambda: iter(tensors.items()))
-        return PolicyWeights.adapted(config, adapter)

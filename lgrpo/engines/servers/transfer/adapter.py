@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.servers.client import VLLMServer
-from lgrpo.engines.servers.transfer.base import Failures, WeightTransfer, parse_checksums
+from lgrpo.engines.servers.transfer.base import WeightTransfer, parse_checksums
 from lgrpo.engines.vllm.adapter import adapter_flags, read_adapter, write_adapter
 from lgrpo.engines.weight_files import write_folder
 from lgrpo.types import PolicyWeights
@@ -41,10 +41,6 @@ class AdapterTransfer(WeightTransfer):
         write_adapter(self._adapter, weights.adapter.rank, sent.stream(weights.adapter.tensors()))
         self.model = f"policy-{secrets.token_hex(4)}"  # a new name, because vLLM may have loaded the previous one
         shutil.rmtree(before, ignore_errors=True)
-
-    def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: WeightManifest) -> Failures:
-        self.write(weights, sent)
-        return self._reload_all(servers)
 
     def reload(self, server: VLLMServer) -> None:
         body = {"lora_name": self.model, "lora_path": str(self._adapter), "load_inplace": True}

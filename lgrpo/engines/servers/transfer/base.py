@@ -56,13 +56,16 @@ class WeightTransfer(ABC):
         self.sent = WeightManifest()
         """Weights of the last sync."""
 
-    @abstractmethod
     def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: WeightManifest) -> Failures:
         """Replace the weights of servers that have no requests in flight, and record them in ``sent``.
 
         Returns:
             The servers that failed. ``sent`` is complete even if all did.
         """
+        failures: Failures = {}
+        self.write(weights, sent)
+        for_each_healthy(servers, failures, self.reload)
+        return failures
 
     @abstractmethod
     def held_weights(self, servers: Sequence[VLLMServer]) -> dict[str, Tensor]:
@@ -94,11 +97,6 @@ class WeightTransfer(ABC):
     def _checksums(self, server: VLLMServer, sent: WeightManifest) -> dict[str, int]:
         report = server.rpc("lgrpo_checksums", self.timeout, layout=engine_layout(sent.shapes))
         return parse_checksums(report)
-
-    def _reload_all(self, servers: Sequence[VLLMServer]) -> Failures:
-        failures: Failures = {}
-        for_each_healthy(servers, failures, self.reload)
-        return failures
 
 
 def parse_checksums(report: Mapping[str, str]) -> dict[str, int]:

@@ -7,20 +7,14 @@ from typing import final
 
 from torch import Tensor
 
-from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.servers.client import VLLMServer
-from lgrpo.engines.servers.transfer.base import Failures, WeightTransfer
+from lgrpo.engines.servers.transfer.base import WeightTransfer
 from lgrpo.engines.weight_files import read_folder
-from lgrpo.types import PolicyWeights
 
 
 @final
 class FileTransfer(WeightTransfer):
     """Safetensors files in the shared folder. They are kept between syncs, so restarts and checkpoints read them."""
-
-    def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: WeightManifest) -> Failures:
-        self.write(weights, sent)
-        return self._reload_all(servers)
 
     def held_weights(self, servers: Sequence[VLLMServer]) -> dict[str, Tensor]:
         return read_folder(self.folder)
