@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from safetensors.torch import load_file
@@ -23,6 +24,8 @@ from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, Fa
 from lgrpo.engines.vllm.engine import VLLMEngine
 from lgrpo.engines.vllm.runtime import check_context_length
 from lgrpo.types import PolicyWeights
+
+Result = TypeVar("Result")
 
 
 @final
@@ -83,29 +86,20 @@ class EnginePool(RolloutEngine):
             atexit.register(self.close)  # however the run ends, it leaves no processes and no files
         try:
             with sync_errors():
-                self._manifest, failures = self._send_to_all(weights, step, version)
-                for failure in failures:
-                    self.budget.count_failure(failure)
-                if failures and not self._workers.running:
-                    self._manifest = self._restart_all(weights, step, version)
-                elif failures:
-                    self._restart_missing_repeatedly(step, version)
+                while not self._send_to_all(weights, step, version):
+                    if has_other_ranks():  # they would not send again
+                        raise EngineError(
+                            f"every process of the pool failed in a sync of several ranks: {RESUME_ADVICE}"
+                        )
+                    self.budget.count_restarts(self.num_processes)
+                self._with_all_workers(lambda: None, step, version)
         except BaseException:
             self.close()  # some workers may hold only a part of the weights
             raise
         return self._manifest
 
     def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
-        step, version = self.require_weights()
-        while True:
-            try:
-                for worker in self._workers.running:
-                    worker.request("checksums", timeout=self.timeouts.sync)
-                reports = [worker.answer(self.timeouts.sync) for worker in self._workers.running]
-                break
-            except EngineFailure as failure:
-                self.budget.count_failure(failure)
-                self._restart_missing_repeatedly(step, version)
+        reports = self._with_all_workers(self._checksums, *self.require_weights())
         for report in reports[1:]:
             manifest.compare(report)
         return reports[0]
@@ -129,14 +123,7 @@ class EnginePool(RolloutEngine):
             check_context_length(generation, self.engine.max_model_len)
         self.budget.reset()
         free_cached_memory()
-        while unanswered := generation.unanswered:
-            try:
-                if not self._workers.is_complete:
-                    self._restart_missing(generation.step, generation.version)
-                self._answer(unanswered, generation)
-            except EngineFailure as failure:
-                self.budget.count_failure(failure)
-                self._workers.remove_dead()
+        self._with_all_workers(lambda: self._answer(generation), generation.step, generation.version)
 
     def wake(self) -> None:
         free_cached_memory()
@@ -153,34 +140,37 @@ class EnginePool(RolloutEngine):
 
     # Weights
 
-    def _send_to_all(
-        self, weights: PolicyWeights, step: int, version: int
-    ) -> tuple[WeightManifest, list[EngineFailure]]:
-        """Send weights to all workers, which are started if there are none."""
-        workers = self._workers
-        if workers.running:
-            manifest = WeightManifest(dtype=self._sent_dtype)
-            return manifest, workers.send_weights(workers.running, weights, manifest, step, version, self.timeouts.sync)
-        self._sent_dtype = self.engine.dtype or (weights.compute_dtype if self.engine.follows_precision else None)
-        for _ in range(self.num_processes):
-            workers.running.append(workers.start())
-        if not torch.cuda.is_available() or self.engine.kv_cache_gib is not None:
-            rounds = [list(workers.running)]
-        else:  # one after another: vLLM measures the free memory while it starts
-            rounds = [[worker] for worker in workers.running]
+    def _send_to_all(self, weights: PolicyWeights, step: int, version: int) -> bool:
+        """Send weights to all workers, which are started if there are none; return whether one has received them."""
+        workers, timeout = self._workers, self.timeouts.sync
+        rounds = [list(workers.running)]
+        if not workers.running:
+            timeout = self.timeouts.start
+            self._sent_dtype = self.engine.dtype or (weights.compute_dtype if self.engine.follows_precision else None)
+            for _ in range(self.num_processes):
+                workers.running.append(workers.start())
+            if not torch.cuda.is_available() or self.engine.kv_cache_gib is not None:
+                rounds = [list(workers.running)]
+            else:  # one after another: vLLM measures the free memory while it starts
+                rounds = [[worker] for worker in workers.running]
         failures: list[EngineFailure] = []
         for some in rounds:
-            manifest = WeightManifest(dtype=self._sent_dtype)
-            failures += workers.send_weights(some, weights, manifest, step, version, self.timeouts.start)
-        return manifest, failures
+            self._manifest = WeightManifest(dtype=self._sent_dtype)
+            failures += workers.send_weights(some, weights, self._manifest, step, version, timeout)
+        for failure in failures:  # after all rounds, in which other ranks take part
+            self.budget.count_failure(failure)
+        return bool(workers.running)
+
+    def _checksums(self) -> list[dict[str, int]]:
+        for worker in self._workers.running:
+            worker.request("checksums", timeout=self.timeouts.sync)
+        return [worker.answer(self.timeouts.sync) for worker in self._workers.running]
 
     # Completions
 
-    def _answer(self, unanswered: list[int], generation: Generation) -> None:
+    def _answer(self, generation: Generation) -> None:
         """Deal prompts to the workers, and keep the groups as they arrive; finally raise if a worker failed."""
-        workers = self._workers.running
-        if not workers:
-            raise EngineError(f"no process with the behaviour policy is left: {RESUME_ADVICE}")
+        workers, unanswered = self._workers.running, generation.unanswered
         failure: EngineFailure | None = None
         busy: dict[Connection, WorkerProcess] = {}
         for number, worker in enumerate(workers[: len(unanswered)]):
@@ -224,32 +214,19 @@ class EnginePool(RolloutEngine):
 
     # Recovery
 
-    def _restart_all(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
-        """Start all workers again after all of them failed in a sync; with several ranks that is not possible."""
-        if has_other_ranks():
-            raise EngineError(f"every process of the pool failed in a sync of several ranks: {RESUME_ADVICE}")
-        while True:
-            self.budget.count_restarts(self.num_processes)
-            manifest, failures = self._send_to_all(weights, step, version)
-            if not failures:
-                return manifest
-            for failure in failures:
-                self.budget.count_failure(failure)
-            self._workers.end_all()
-
-    def _restart_missing_repeatedly(self, step: int, version: int) -> None:
-        """Call ``_restart_missing`` until it succeeds or the failure budget is exceeded."""
+    def _with_all_workers(self, action: Callable[[], Result], step: int, version: int) -> Result:
+        """Call a function when all workers run; if one fails, replace it and call again."""
         while True:
             try:
-                return self._restart_missing(step, version)
+                if not self._workers.is_complete:
+                    self._restart_missing(step, version)
+                return action()
             except EngineFailure as failure:
                 self.budget.count_failure(failure)
+                self._workers.remove_dead()
 
     def _restart_missing(self, step: int, version: int) -> None:
         """Replace the workers that are gone by new ones with the weights that the others hold."""
-        self._workers.remove_dead()
-        if self._workers.is_complete:
-            return
         with self.budget.timed():
             held = self.held_weights()
             weights = PolicyWeights.of(self.held_config(), held)

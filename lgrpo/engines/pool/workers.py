@@ -173,15 +173,11 @@ class Workers:
         if worker in self.running:
             self.running.remove(worker)
 
-    def end_all(self) -> None:
-        """End all workers, and release the buffers."""
+    def close(self) -> None:
+        """End all workers, release the buffers, and delete all files."""
         for worker in list(self.running):
             self.end(worker)
         self._buffers.clear()
-
-    def close(self) -> None:
-        """End all workers, and delete all files."""
-        self.end_all()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
