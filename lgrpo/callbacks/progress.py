@@ -40,7 +40,6 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._enabled = True
         self._live: Live | None = None
         self._redirected: list[tuple[logging.StreamHandler, Any]] = []
-        self._stage = ""
         self._metrics: list[str] = []
         self._reset(0, 0)
 

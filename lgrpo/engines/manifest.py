@@ -62,8 +62,6 @@ class WeightManifest:
     """Names, checksums and largest values per chunk, kept on the device because reading each would block."""
     _provided: dict[str, int] | None = None
     """Checksums that came with the weights, and are not computed again."""
-    _computed: dict[str, int] | None = None
-    """Checksums of ``_recorded`` as numbers, once they were read."""
 
     def stream(self, weights: Iterable[tuple[str, Tensor]], copy: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights one at a time, cast to ``dtype``, and record them.
@@ -89,17 +87,13 @@ class WeightManifest:
         self.num_bytes += sum(tensor.nbytes for tensor in tensors)
         if self._provided is None:
             self._recorded.append((list(chunk), tensor_checksums(tensors), largest(tensors)))
-            self._computed = None
 
     @property
     def checksums(self) -> dict[str, int]:
         """Checksum of every tensor. Valid once all are recorded."""
         if self._provided is not None:
             return self._provided
-        if self._computed is None:
-            numbers = as_numbers([sums for _, sums, _ in self._recorded])
-            self._computed = dict(zip(self._names(), numbers, strict=True))
-        return self._computed
+        return dict(zip(self._names(), as_numbers([sums for _, sums, _ in self._recorded]), strict=True))
 
     def check_finite(self) -> None:
         """Raise a ``WeightSyncError`` if a recorded tensor is not finite."""

@@ -37,13 +37,6 @@ class Faults:
     recovery_seconds: float = field(default=0.0, compare=False)
     """Total time spent on restarts."""
 
-    def __add__(self, other: Faults) -> Faults:
-        return Faults(
-            num_failures=self.num_failures + other.num_failures,
-            num_restarts=self.num_restarts + other.num_restarts,
-            recovery_seconds=self.recovery_seconds + other.recovery_seconds,
-        )
-
     def __sub__(self, other: Faults) -> Faults:
         return Faults(
             num_failures=self.num_failures - other.num_failures,
@@ -105,7 +98,9 @@ class FailureBudget:
     def add(self, faults: Faults) -> None:
         """Add the faults of an engine in another process, which has a budget there, to the totals."""
         with _lock:
-            self.faults += faults
+            self.faults.num_failures += faults.num_failures
+            self.faults.num_restarts += faults.num_restarts
+            self.faults.recovery_seconds += faults.recovery_seconds
 
     @contextmanager
     def timed(self) -> Iterator[None]:

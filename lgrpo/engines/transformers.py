@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
@@ -147,28 +146,6 @@ def _cache(config: PretrainedConfig) -> DynamicCache:
     return cache
 
 
-@dataclass(slots=True)
-class _Drawn:
-    """The tokens that have been drawn of some completions."""
-
-    tokens: Tensor
-    logprobs: Tensor
-    lengths: list[int]
-    finish_reasons: list[Literal["stop", "length"]]
-
-    @classmethod
-    def empty(cls, count: int, max_tokens: int, device: torch.device) -> _Drawn:
-        tokens = torch.zeros(count, max_tokens, dtype=torch.int64, device=device)
-        return cls(tokens, torch.zeros_like(tokens, dtype=torch.float32), [0] * count, ["length"] * count)
-
-    def group(self, index: int, generation: Generation) -> list[Completion]:
-        """Return the completions of the prompt at an index."""
-        rows = slice(index * generation.num_samples, (index + 1) * generation.num_samples)
-        tokens, logprobs = self.tokens[rows].tolist(), self.logprobs[rows].tolist()
-        columns = zip(tokens, logprobs, self.lengths[rows], self.finish_reasons[rows], strict=True)
-        return [generation.completion(t[:length], p[:length], reason) for t, p, length, reason in columns]
-
-
 def _decode(
     model: PreTrainedModel, prompts: Sequence[Prompt], generation: Generation
 ) -> Iterator[tuple[int, list[Completion]]]:
@@ -196,7 +173,9 @@ def _decode(
     cache.batch_repeat_interleave(num_samples)
     mask = mask.repeat_interleave(num_samples, 0)
     lengths = mask.sum(1)
-    so_far = _Drawn.empty(len(mask), sampling.max_tokens, device)
+    all_tokens = torch.zeros(len(mask), sampling.max_tokens, dtype=torch.int64, device=device)
+    all_logprobs = torch.zeros_like(all_tokens, dtype=torch.float32)
+    ends_at = [(0, "")] * len(mask)  # length and finish reason of each row
     unfinished = [num_samples] * len(prompts)
     alive = torch.arange(len(mask), device=device)
     is_open = torch.ones(len(mask), dtype=torch.bool, device=device)  # of the rows in alive
@@ -208,15 +187,17 @@ def _decode(
             ahead = torch.arange(t, min(t + _BLOCK, sampling.max_tokens), device=device)
             uniform = stream_uniform(generation.seed, prompt_positions[alive, None], siblings[alive, None], ahead)
         drawn, logprobs = draw(logits.float(), sampling, uniform[:, t % _BLOCK])
-        so_far.tokens[alive, t], so_far.logprobs[alive, t] = drawn, logprobs
-        stops = is_open & _stops(so_far.tokens[:, : t + 1], alive, sampling.stop or [], tokenizer, eos)
+        all_tokens[alive, t], all_logprobs[alive, t] = drawn, logprobs
+        stops = is_open & _stops(all_tokens[:, : t + 1], alive, sampling.stop or [], tokenizer, eos)
         ends = is_open if t + 1 == sampling.max_tokens else stops
         for row, has_stopped in zip(alive[ends].tolist(), stops[ends].tolist(), strict=True):
-            so_far.lengths[row], so_far.finish_reasons[row] = t + 1, "stop" if has_stopped else "length"
+            ends_at[row] = t + 1, "stop" if has_stopped else "length"
             index = row // num_samples
             unfinished[index] -= 1
             if unfinished[index] == 0:
-                yield index, so_far.group(index, generation)
+                rows = slice(index * num_samples, (index + 1) * num_samples)
+                columns = zip(all_tokens[rows].tolist(), all_logprobs[rows].tolist(), ends_at[rows], strict=True)
+                yield index, [generation.completion(ids[:n], ps[:n], reason) for ids, ps, (n, reason) in columns]
         is_open = is_open & ~ends
         remaining = is_open.nonzero().squeeze(1)
         if not len(remaining):

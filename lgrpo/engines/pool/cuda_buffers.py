@@ -27,7 +27,6 @@ class StagedMessage(NamedTuple):
     """A chunk in GPU memory, as it is sent to a process. ``layout`` and ``handle`` are None if the process has them."""
 
     number: int
-    slot: int
     layout: ChunkLayout | None
     handle: Any
     """How torch rebuilds the buffer in another process."""
@@ -43,8 +42,6 @@ class StagedChunk:
 
     number: int
     """Index of the chunk in the sync."""
-    slot: int
-    """Index of the buffer."""
     memory: Tensor
     layout: ChunkLayout
     tensors: dict[str, Tensor]
@@ -54,11 +51,11 @@ class StagedChunk:
 
     def message(self, cache: ReceiverCache) -> StagedMessage:
         """Return the message for a process, without what it already has, and update its cache."""
-        has_memory = cache.get(("memory", self.slot)) == self.memory_id
-        has_layout = cache.get(("layout", self.number)) == self.layout_id
-        cache |= {("memory", self.slot): self.memory_id, ("layout", self.number): self.layout_id}
+        memory_key, layout_key = ("memory", slot_of(self.number)), ("layout", self.number)
+        has_memory, has_layout = cache.get(memory_key) == self.memory_id, cache.get(layout_key) == self.layout_id
+        cache |= {memory_key: self.memory_id, layout_key: self.layout_id}
         handle = None if has_memory else reduce_tensor(self.memory)
-        return StagedMessage(self.number, self.slot, None if has_layout else self.layout, handle)
+        return StagedMessage(self.number, None if has_layout else self.layout, handle)
 
 
 class StagingBuffers:
@@ -80,8 +77,8 @@ class StagingBuffers:
 
         >>> tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.tensor([[1.0, 2.0]])}
         >>> chunk = StagingBuffers().fill(4, tensors, None)
-        >>> chunk.slot, chunk.memory.numel()
-        (1, 32)
+        >>> chunk.memory.numel()
+        32
         >>> chunk.tensors["b"]
         tensor([[1., 2.]])
         """
@@ -92,19 +89,18 @@ class StagingBuffers:
         return chunk
 
     def _allocate(self, number: int, layout: ChunkLayout, device: torch.device) -> StagedChunk:
-        slot = number % _NUM_BUFFERS
+        slot = slot_of(number)
         last = self._chunks.pop(number, None)
         size = sum(_aligned(shape.numel() * dtype.itemsize) for _, dtype, shape in layout)
         if slot not in self._memory or not _fits(self._memory[slot][1], size, device):
             self._memory.pop(slot, None)  # release it before the next allocation
             last = None
-            self._chunks = {other: chunk for other, chunk in self._chunks.items() if chunk.slot != slot}
+            self._chunks = {other: chunk for other, chunk in self._chunks.items() if slot_of(other) != slot}
             self._memory[slot] = next(self._ids), torch.empty(size, dtype=torch.uint8, device=device)
         memory_id, memory = self._memory[slot]
         if last is None or last.layout != layout:
             last = StagedChunk(
                 number=number,
-                slot=slot,
                 memory=memory,
                 layout=layout,
                 tensors=views_of(memory, layout),
@@ -142,11 +138,12 @@ class MappedBuffers:
         """Return the tensors of a chunk; those of a buffer as views of it."""
         if isinstance(message, Path):
             return load_file(message)
-        number, slot, layout, handle = message
+        number, layout, handle = message
+        slot = slot_of(number)
         if handle is not None:
             rebuild, arguments = handle
             self._memory.pop(slot, None)  # release it before the next one is mapped
-            self._tensors = {other: views for other, views in self._tensors.items() if other % _NUM_BUFFERS != slot}
+            self._tensors = {other: views for other, views in self._tensors.items() if slot_of(other) != slot}
             self._memory[slot] = rebuild(*_with_local_device(arguments))
         if layout is not None:
             self._layouts[number] = layout
@@ -164,6 +161,11 @@ class MappedBuffers:
         """Unmap the trainer's memory, which is not released before."""
         self._tensors.clear()
         self._memory.clear()
+
+
+def slot_of(number: int) -> int:
+    """Return the index of the buffer that the chunk with this number uses."""
+    return number % _NUM_BUFFERS
 
 
 def views_of(memory: Tensor, layout: ChunkLayout) -> dict[str, Tensor]:

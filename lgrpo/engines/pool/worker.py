@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.completions import Sampling
 from lgrpo.engines.manifest import WeightManifest
-from lgrpo.engines.pool.cuda_buffers import ChunkMessage, MappedBuffers, write_file
+from lgrpo.engines.pool.cuda_buffers import MappedBuffers, write_file
 from lgrpo.engines.recovery import EngineError, Faults
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
@@ -44,16 +44,17 @@ class WorkerRequests:
         self._is_sending = False
         self._is_interrupted = False
 
-    def receive_weights(self, config: PretrainedConfig, step: int, version: int, first: ChunkMessage) -> None:
-        """Replace the engine's weights, chunk by chunk; send ``next`` when a chunk is read.
+    def receive_weights(self, config: PretrainedConfig, step: int, version: int) -> None:
+        """Replace the engine's weights by the chunks that follow; send ``next`` when a chunk is read.
+
+        After the last chunk comes a dictionary with all checksums.
 
         Args:
             config: Architecture of the model.
             step: Optimizer step of the weights.
             version: Number of the sync.
-            first: First chunk. Further chunks follow through the pipe, then a dictionary with all checksums.
         """
-        chunk, is_consumed = self._buffers.tensors_of(first), False
+        chunk, is_consumed = self._buffers.tensors_of(self._connection.recv()), False
         checksums: dict[str, int] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:

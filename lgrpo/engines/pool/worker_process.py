@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.pool.cuda_buffers import ReceiverCache, StagedChunk
@@ -108,21 +108,9 @@ class WorkerProcess:
         self.send((name, arguments), timeout)
         self._is_busy = True
 
-    def send_chunk(
-        self,
-        chunk: Path | StagedChunk,
-        config: PretrainedConfig,
-        step: int,
-        version: int,
-        number: int,
-        timeout: float,
-    ) -> None:
-        """Send a chunk of weights; the first one with the request to receive them."""
-        message = chunk if isinstance(chunk, Path) else chunk.message(self._cache)
-        if number > 0:
-            self.send(message, timeout)
-        else:
-            self.request("receive_weights", config, step, version, message, timeout=timeout)
+    def send_chunk(self, chunk: Path | StagedChunk, timeout: float) -> None:
+        """Send a chunk of weights, which a request to receive weights precedes."""
+        self.send(chunk if isinstance(chunk, Path) else chunk.message(self._cache), timeout)
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
         """Send the tokenizer, unless the worker has it."""

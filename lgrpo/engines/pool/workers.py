@@ -99,9 +99,8 @@ class Workers:
         files: list[Path] = []
         unrecorded: dict[str, Tensor] = {}
 
-        def send(number: int, chunk: Path | StagedChunk) -> None:
-            message = chunk, weights.config, step, version, number, timeout
-            for_each_healthy(workers, failures, lambda worker: worker.send_chunk(*message))
+        def send(chunk: Path | StagedChunk) -> None:
+            for_each_healthy(workers, failures, lambda worker: worker.send_chunk(chunk, timeout))
 
         def record() -> None:
             if unrecorded:
@@ -113,6 +112,8 @@ class Workers:
             for path in files[:-1]:
                 path.unlink(missing_ok=True)
 
+        request = "receive_weights", weights.config, step, version
+        for_each_healthy(workers, failures, lambda worker: worker.request(*request, timeout=timeout))
         try:
             with whole_iteration(weights.tensors) as tensors:
                 for number, chunk in enumerate(chunks(tensors, _CHUNK_BYTES, manifest.dtype)):
@@ -120,7 +121,7 @@ class Workers:
                     chunk.clear()  # release the tensors before more are made
                     if number:
                         wait_until_read()
-                    send(number, staged)
+                    send(staged)
                     if isinstance(staged, StagedChunk):  # recorded while it is read, two chunks at a time
                         unrecorded |= staged.tensors
                     if number % 2:

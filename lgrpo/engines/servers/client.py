@@ -84,7 +84,7 @@ class VLLMServer:
             if self.is_up():
                 return
             time.sleep(0.2)
-        raise EngineFailure(f"no vLLM server answers at {self.url}{self._log_excerpt()}")
+        raise EngineFailure(f"no vLLM server answers at {self.url}{log_excerpt(self.log)}")
 
     def is_up(self) -> bool:
         """Return whether the health route answers within two seconds."""
@@ -96,7 +96,7 @@ class VLLMServer:
     def check_process(self) -> None:
         """Raise an ``EngineFailure`` with the end of the log if the process has ended."""
         if self.process is not None and (code := self.process.poll()) is not None:
-            raise EngineFailure(f"the vLLM server at {self.url} ended with exit code {code}{self._log_excerpt()}")
+            raise EngineFailure(f"the vLLM server at {self.url} ended with exit code {code}{log_excerpt(self.log)}")
 
     def call(self, method: str, path: str, timeout: float, is_json: bool = True, **arguments: Any) -> Any:
         """Send one request and return the body of the response, parsed unless ``is_json`` is false.
@@ -115,14 +115,14 @@ class VLLMServer:
             time.sleep(0.5)  # by now the exit code of a process that just ended is known
             self.check_process()
             raise EngineFailure(
-                f"the connection to the vLLM server at {self.url} broke during {path}{self._log_excerpt()}"
+                f"the connection to the vLLM server at {self.url} broke during {path}{log_excerpt(self.log)}"
             ) from error
         if response.status_code == 401:
             raise EngineError(f"the vLLM server at {self.url} rejected the API key")
         if not response.ok:
             message = f"the vLLM server at {self.url} answered {path} with {response.status_code}: {_short(response)}"
             if response.status_code >= 500:
-                raise ServerErrorResponse(message + self._log_excerpt())
+                raise ServerErrorResponse(message + log_excerpt(self.log))
             raise EngineError(message)
         if not is_json:
             return response.text
@@ -150,9 +150,6 @@ class VLLMServer:
         """Kill the process and its children at once. Do nothing for a server the user runs."""
         if self.process is not None:
             kill_process(self.process)
-
-    def _log_excerpt(self) -> str:
-        return log_excerpt(self.log)
 
 
 class RequireKey:

@@ -27,19 +27,14 @@ def engine_layout(shapes: Mapping[str, Sequence[int]]) -> Layout:
     >>> engine_layout({"l.k_proj.weight": (2, 4), "l.q_proj.weight": (4, 4), "norm.weight": (4,)})
     {'l.qkv_proj.weight': [('l.q_proj.weight', 4), ('l.k_proj.weight', 2)], 'norm.weight': [('norm.weight', 4)]}
     """
-    layout: Layout = {}
-    orders: dict[str, list[int]] = {}
+    found: dict[str, list[tuple[int, str, int]]] = {}
     for name, shape in shapes.items():
         pieces = name.split(".")
         part = next((p for p in pieces if p in FUSED_INDEX), None)
         fused, order = FUSED_INDEX[part] if part else ("", 0)
         engine_name = ".".join(fused if p == part else p for p in pieces) if part else name
-        layout.setdefault(engine_name, []).append((name, int(shape[0])))
-        orders.setdefault(engine_name, []).append(order)
-    return {
-        name: [parts[j] for j in sorted(range(len(parts)), key=orders[name].__getitem__)]
-        for name, parts in layout.items()
-    }
+        found.setdefault(engine_name, []).append((order, name, int(shape[0])))
+    return {name: [(part, rows) for _, part, rows in sorted(parts)] for name, parts in found.items()}
 
 
 @torch.no_grad()

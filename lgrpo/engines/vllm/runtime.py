@@ -153,12 +153,8 @@ def isolated() -> Iterator[None]:
     """Restore the trainer's random states, thread count, exception hook and environment after vLLM has run inside."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    set_threads, threads, hook, environment = (
-        torch.set_num_threads,
-        torch.get_num_threads(),
-        sys.excepthook,
-        dict(os.environ),
-    )
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    hook, environment = sys.excepthook, dict(os.environ)
     try:
         yield
     finally:

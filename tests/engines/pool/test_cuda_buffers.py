@@ -125,7 +125,10 @@ class LateReader:
         self.chunks: list[Path | StagedChunk] = []
         self.checksums: dict[str, int] = {}
 
-    def send_chunk(self, chunk, config, step, version, number, timeout):
+    def request(self, *_, timeout):
+        pass
+
+    def send_chunk(self, chunk, timeout):
         self.chunks.append(chunk)
 
     def expect(self, kind, timeout):
@@ -189,9 +192,10 @@ def test_worker_computes_checksums_if_its_engine_does_not_verify(verify, tmp_pat
     given = {name: tensor.clone() for name, tensor in policy.weights()}
     checksums = dict.fromkeys(given, 7)
     trainer, connection = Pipe()
+    trainer.send(write_file(given, tmp_path / "weights"))
     trainer.send(checksums)
     worker = WorkerRequests(connection, engine, buffers)
-    worker.receive_weights(policy.weights().config, 0, 0, write_file(given, tmp_path / "weights"))
+    worker.receive_weights(policy.weights().config, 0, 0)
     assert trainer.recv() == ("next", None)
     assert worker._manifest.checksums == (checksums if verify else named_checksums(given.items()))
     assert buffers.count == 2, "before the next chunk, and at the end"

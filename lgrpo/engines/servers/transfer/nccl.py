@@ -139,11 +139,10 @@ class NCCLTransfer(WeightTransfer):
         """Run one step. Leave the group if it fails, and return the failure."""
         try:
             step(*arguments)
-        except EngineFailure as failure:
+        except BaseException as error:
             self._leave()
-            return failure
-        except BaseException:
-            self._leave()
+            if isinstance(error, EngineFailure):
+                return error
             raise
         return None
 
