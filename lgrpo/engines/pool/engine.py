@@ -142,17 +142,14 @@ class EnginePool(RolloutEngine):
 
     def _send_to_all(self, weights: PolicyWeights, step: int, version: int) -> bool:
         """Send weights to all workers, which are started if there are none; return whether one has received them."""
-        workers, timeout = self._workers, self.timeouts.sync
-        rounds = [list(workers.running)]
-        if not workers.running:
-            timeout = self.timeouts.start
+        workers, is_first = self._workers, not self._workers.running
+        if is_first:
             self._sent_dtype = self.engine.dtype or (weights.compute_dtype if self.engine.follows_precision else None)
             for _ in range(self.num_processes):
                 workers.running.append(workers.start())
-            if not torch.cuda.is_available() or self.engine.kv_cache_gib is not None:
-                rounds = [list(workers.running)]
-            else:  # one after another: vLLM measures the free memory while it starts
-                rounds = [[worker] for worker in workers.running]
+        rounds, timeout = [list(workers.running)], self.timeouts.start if is_first else self.timeouts.sync
+        if is_first and torch.cuda.is_available() and self.engine.kv_cache_gib is None:
+            rounds = [[worker] for worker in workers.running]  # vLLM measures the free memory while it starts
         failures: list[EngineFailure] = []
         for some in rounds:
             self._manifest = WeightManifest(dtype=self._sent_dtype)
@@ -228,8 +225,7 @@ class EnginePool(RolloutEngine):
     def _restart_missing(self, step: int, version: int) -> None:
         """Replace the workers that are gone by new ones with the weights that the others hold."""
         with self.budget.timed():
-            held = self.held_weights()
-            weights = PolicyWeights.of(self.held_config(), held)
+            weights = PolicyWeights.of(self.held_config(), self.held_weights())
             while not self._workers.is_complete:
                 worker, manifest = self._workers.start(), WeightManifest(dtype=self._sent_dtype)
                 try:

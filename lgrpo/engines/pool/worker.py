@@ -48,11 +48,6 @@ class WorkerRequests:
         """Replace the engine's weights by the chunks that follow; send ``next`` when a chunk is read.
 
         After the last chunk comes a dictionary with all checksums.
-
-        Args:
-            config: Architecture of the model.
-            step: Optimizer step of the weights.
-            version: Number of the sync.
         """
         chunk, is_consumed = self._buffers.tensors_of(self._connection.recv()), False
         checksums: dict[str, int] = {}
@@ -101,8 +96,7 @@ class WorkerRequests:
     ) -> Faults:
         """Send ``started``, then ``group`` with a prompt's index and completions as soon as these are sampled.
 
-        Returns:
-            Faults of the engine in this generation.
+        Returns the engine's faults in this generation.
         """
         engine, before = self._engine, replace(self._engine.faults)
         if engine.state.version != version:

@@ -58,12 +58,7 @@ class WorkerProcess:
     """
 
     def __init__(self, engine: RolloutEngine, folder: Path, environment: dict[str, str]) -> None:
-        """
-        Args:
-            engine: Engine to run, which must be picklable.
-            folder: Folder of the worker's files, which it deletes when it ends.
-            environment: Environment variables of the process.
-        """
+        """Start a process for an engine, which must be picklable. ``folder`` is deleted when the process ends."""
         self.folder = folder
         self.log = folder / "log"
         self.connection, remote = Pipe()

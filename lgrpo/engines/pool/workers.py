@@ -85,15 +85,8 @@ class Workers:
         """Send weights in chunks of a quarter of a gigabyte; end the workers that fail, and return their failures.
 
         While the workers read one chunk, the next is made. A worker that asks for the next chunk may still copy the
-        last tensors it has read (``CHUNK_BYTES``), so each chunk is kept until the worker asks again.
-
-        Args:
-            workers: Receivers.
-            weights: Weights of the policy.
-            manifest: Records what is sent.
-            step: Optimizer step of the weights.
-            version: Number of the sync.
-            timeout: Time limit of each message, in seconds.
+        last tensors it has read (``CHUNK_BYTES``), so each chunk is kept until the worker asks again. ``manifest``
+        records what is sent, and ``timeout`` is the limit of each message in seconds.
         """
         failures: dict[WorkerProcess, EngineFailure] = {}
         files: list[Path] = []

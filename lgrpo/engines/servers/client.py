@@ -46,14 +46,9 @@ class VLLMServer:
         environment: Mapping[str, str],
         predecessor: VLLMServer | None = None,
     ) -> VLLMServer:
-        """Start a server of the model in ``folder`` on the loopback address, with a new key.
+        """Start a server of the model in ``folder`` on the loopback address.
 
-        Args:
-            folder: Folder with config, tokenizer and weights.
-            log: File for the output of the process.
-            flags: Command-line flags by name.
-            environment: Environment variables, added to those of this process.
-            predecessor: Server that has ended and whose port and key the new one uses.
+        It takes the port and the key of its predecessor, a server that has ended, or new ones.
         """
         if predecessor is None:
             port, api_key = free_port(), secrets.token_urlsafe(32)

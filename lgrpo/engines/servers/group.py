@@ -98,10 +98,7 @@ class ServerGroup:
     def sync(self, weights: PolicyWeights, version: int, checksum: str | None = None) -> WeightManifest:
         """Replace the weights of all servers. Raise a ``WeightSyncError`` if more servers fail than can be restarted.
 
-        Args:
-            weights: Weights of the policy.
-            version: Version to assign to them.
-            checksum: Checksum of this version, if it was sent before.
+        ``checksum`` is that of this version, if it was sent before.
         """
         self.wait_for_restarts()  # a restarting server reads the weights of the last sync
         self.budget.reset()

@@ -63,13 +63,7 @@ class ServerLauncher:
     ) -> tuple[list[VLLMServer], int]:
         """Start all servers, or find those of ``urls``, and wait until they answer. If one fails, all are ended.
 
-        Args:
-            transfer: Transfer whose folder servers start from.
-            dtype: Precision of servers that are started here.
-            timeouts: Time limits of the engine.
-
-        Returns:
-            The servers, and the most tokens of prompt and completion that all of them accept.
+        Returns the servers, and the most tokens of prompt and completion that all of them accept.
         """
         servers: list[VLLMServer] = []
         try:

@@ -29,12 +29,9 @@ class RankZeroChannel(Generic[Outcome]):
     """
 
     def __init__(self, timeout: float) -> None:
-        """
-        Args:
-            timeout: Seconds that a rank waits for the others.
-        """
         self.rank = dist.get_rank()
         self.timeout = timeout
+        """Seconds that a rank waits for the others."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def lead(self, act: Callable[[Weights], Result], weights: Weights, outcome: Callable[[], Outcome]) -> Result:

@@ -44,11 +44,6 @@ class SharedServers:
     """
 
     def __init__(self, group: ServerGroup, engine_state: Callable[[], EngineState]) -> None:
-        """
-        Args:
-            group: Servers of this rank.
-            engine_state: Returns the state of this rank's engine.
-        """
         self.group = group
         self._engine_state = engine_state
         self._channel: RankZeroChannel[SharedView] | None = None

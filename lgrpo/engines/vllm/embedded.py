@@ -31,13 +31,7 @@ class EmbeddedLLM:
         arguments: dict[str, Any],
         base: NamedTensors | None = None,
     ) -> None:
-        """
-        Args:
-            config: Architecture of the model.
-            dtype: Precision of the weights.
-            arguments: Arguments of ``vllm.LLM``.
-            base: Weights to start with; None: vLLM starts without weights.
-        """
+        """Build ``vllm.LLM`` with these arguments, and with base weights if given."""
         self.dtype = dtype
         self.manifest = WeightManifest(dtype=dtype)
         """The base weights."""

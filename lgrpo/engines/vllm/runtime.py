@@ -99,8 +99,7 @@ def answer_all(
         llm: A ``vllm.LLM``.
         requests: Prompt and sampling parameters by an index.
         keep: Called with the index and vLLM's output as soon as a request is finished.
-        seed: Seed of the process's generators, from which requests without a seed draw. Without it they would draw the
-            same numbers every time, because ``isolated`` restores the generators.
+        seed: Seed of the process's generators, from which requests without a seed draw: ``isolated`` restores them.
         timeout: Time limit in seconds.
         adapter: vLLM's request for the adapter to apply, if any.
     """

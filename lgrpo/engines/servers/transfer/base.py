@@ -44,23 +44,19 @@ class WeightTransfer(ABC):
     """Rank of the LoRA adapters it sends; None if it sends whole weights."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
-        """
-        Args:
-            folder: Folder that trainer and servers share. Servers start from it.
-            timeout: Seconds each request may take.
-        """
         self.folder = folder
+        """Folder that trainer and servers share. Servers start from it."""
         self.timeout = timeout
+        """Seconds each request may take."""
         self.model: str | None = None
         """Name of the model to request completions from; None for the one the servers were started with."""
         self.sent = WeightManifest()
         """Weights of the last sync."""
 
     def send(self, servers: Sequence[VLLMServer], weights: PolicyWeights, sent: WeightManifest) -> Failures:
-        """Replace the weights of servers that have no requests in flight, and record them in ``sent``.
+        """Replace the weights of servers that have no requests in flight, and return the servers that failed.
 
-        Returns:
-            The servers that failed. ``sent`` is complete even if all did.
+        The weights are recorded in ``sent``, completely even if all servers failed.
         """
         failures: Failures = {}
         self.write(weights, sent)

@@ -45,14 +45,9 @@ class NCCLTransfer(WeightTransfer):
     needs_separate_gpus = True
 
     def __init__(self, folder: Path, timeout: float, address: str | None = None) -> None:
-        """
-        Args:
-            folder: See ``WeightTransfer``.
-            timeout: Seconds each step may take.
-            address: Address of this machine that servers can reach; by default the one of the route to them.
-        """
         super().__init__(folder, timeout)
         self.address = address
+        """Address of this machine that servers can reach; None: the one of the route to them."""
         self._group: Any = None
         self._members: list[VLLMServer] = []
         self._has_joined = False

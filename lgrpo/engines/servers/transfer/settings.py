@@ -36,9 +36,7 @@ class TransferSettings:
     def create(self, weights: PolicyWeights, timeout: float) -> WeightTransfer:
         """Create the transfer for these weights, with a folder that has everything but weights to start servers from.
 
-        Args:
-            weights: Weights of the first sync.
-            timeout: Seconds each request may take.
+        Each request may take ``timeout`` seconds.
         """
         if self.name == "nccl" and not torch.cuda.is_available():
             raise EngineError("transfer 'nccl' sends from GPU to GPU, and there is no GPU here: use 'file'")
