@@ -131,12 +131,11 @@ class RankWatch(L.Callback):
     def _exit_status(self, rank: int) -> str:
         """Return how a rank ended; only the process that started it can find out more than that it did."""
         launcher = None if self._trainer is None else self._trainer.strategy.launcher
-        if not isinstance(launcher, _SubprocessScriptLauncher):
+        processes = launcher.procs if isinstance(launcher, _SubprocessScriptLauncher) else []
+        process = next((p for p in processes if p.pid == self._peers[rank]), None)
+        if process is None:
             return "has ended"
-        process = next((p for p in launcher.procs if p.pid == self._peers[rank]), None)
-        code = None if process is None else process.wait(5)
-        if code is None:
-            return "has ended"
+        code = process.wait(5)
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}" + (
                 " (the system does that when memory runs out)" if -code == signal.SIGKILL else ""

@@ -92,11 +92,10 @@ class FailureBudget:
 
     def count_restarts(self, number: int = 1) -> None:
         """Add restarts to the totals."""
-        with _lock:
-            self.faults.num_restarts += number
+        self.add(Faults(num_restarts=number))
 
     def add(self, faults: Faults) -> None:
-        """Add the faults of an engine in another process, which has a budget there, to the totals."""
+        """Add faults to the totals, such as those of an engine in another process, which has a budget there."""
         with _lock:
             self.faults.num_failures += faults.num_failures
             self.faults.num_restarts += faults.num_restarts
@@ -109,8 +108,7 @@ class FailureBudget:
         try:
             yield
         finally:
-            with _lock:
-                self.faults.recovery_seconds += time.perf_counter() - start
+            self.add(Faults(recovery_seconds=time.perf_counter() - start))
 
 
 def for_each_healthy(items: Iterable[_T], failures: dict[_T, EngineFailure], action: Callable[[_T], Any]) -> None:

@@ -115,20 +115,14 @@ class _BlockLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         before = self.get_seq_length()
         after = before + key_states.shape[-2]
-        if self._storage is None or self._storage[0].shape[-2] < after:
-            self._storage = _grow(self.keys, key_states, after), _grow(self.values, value_states, after)
-        self._storage[0][..., before:after, :] = key_states
-        self._storage[1][..., before:after, :] = value_states
-        self.keys, self.values = (storage[..., :after, :] for storage in self._storage)
+        storage = self._storage
+        has_moved = storage is not None and storage[0].data_ptr() != self.keys.data_ptr()  # to repeat or select rows
+        if storage is None or has_moved or storage[0].shape[-2] < after:
+            storage = self._storage = _grow(self.keys, key_states, after), _grow(self.values, value_states, after)
+        storage[0][..., before:after, :] = key_states
+        storage[1][..., before:after, :] = value_states
+        self.keys, self.values = (tensor[..., :after, :] for tensor in storage)
         return self.keys, self.values
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._storage = None
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._storage = None
 
 
 def _grow(old: Tensor, states: Tensor, length: int) -> Tensor:

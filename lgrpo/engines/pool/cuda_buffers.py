@@ -92,12 +92,13 @@ class StagingBuffers:
         slot = slot_of(number)
         last = self._chunks.pop(number, None)
         size = sum(_aligned(shape.numel() * dtype.itemsize) for _, dtype, shape in layout)
-        if slot not in self._memory or not _fits(self._memory[slot][1], size, device):
-            self._memory.pop(slot, None)  # release it before the next allocation
-            last = None
+        memory_id, memory = self._memory.get(slot, (-1, None))
+        if memory is None or memory.numel() < size or memory.device != device:
+            self._memory.pop(slot, None)
+            last = memory = None  # release it before the next allocation
             self._chunks = {other: chunk for other, chunk in self._chunks.items() if slot_of(other) != slot}
-            self._memory[slot] = next(self._ids), torch.empty(size, dtype=torch.uint8, device=device)
-        memory_id, memory = self._memory[slot]
+            memory_id, memory = next(self._ids), torch.empty(size, dtype=torch.uint8, device=device)
+            self._memory[slot] = memory_id, memory
         if last is None or last.layout != layout:
             last = StagedChunk(
                 number=number,
@@ -120,10 +121,6 @@ class StagingBuffers:
             self._memory.clear()
             self._chunks.clear()
             torch.cuda.ipc_collect()
-
-
-def _fits(memory: Tensor, size: int, device: torch.device) -> bool:
-    return memory.numel() >= size and memory.device == device
 
 
 class MappedBuffers:

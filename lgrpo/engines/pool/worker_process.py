@@ -176,7 +176,12 @@ class WorkerProcess:
                 raise EngineFailure(
                     f"a process of the pool did not answer for {timeout:g} s{log_excerpt(self.log)}"
                 ) from error
-            raise self._exit_failure() from error
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            code = self.process.poll()
+            self.kill()
+            ended = "ended" if code is None else f"ended with exit code {code}"
+            raise EngineFailure(f"a process of the pool {ended}{log_excerpt(self.log)}") from error
         except (pickle.PicklingError, TypeError, AttributeError):  # not picklable: nothing was sent
             raise
         except BaseException:
@@ -184,11 +189,3 @@ class WorkerProcess:
             raise
         finally:
             self._watchdog.deadline = math.inf
-
-    def _exit_failure(self) -> EngineFailure:
-        try:
-            code = f" with exit code {self.process.wait(5)}"
-        except subprocess.TimeoutExpired:
-            code = ""
-        self.kill()
-        return EngineFailure(f"a process of the pool ended{code}{log_excerpt(self.log)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sys
@@ -146,14 +145,9 @@ class Workers:
 
     def call_all(self, *request: Any, send_timeout: float, answer_timeout: float) -> None:
         """Send a request to every worker, and wait. A worker that fails here is replaced on its next use."""
-        requested = []
-        for worker in self.running:
-            with contextlib.suppress(EngineFailure):
-                worker.request(*request, timeout=send_timeout)
-                requested.append(worker)
-        for worker in requested:
-            with contextlib.suppress(EngineFailure):
-                worker.answer(answer_timeout)
+        failures: dict[WorkerProcess, EngineFailure] = {}
+        for_each_healthy(self.running, failures, lambda worker: worker.request(*request, timeout=send_timeout))
+        for_each_healthy(self.running, failures, lambda worker: worker.answer(answer_timeout))
 
     def remove_dead(self) -> None:
         """End the workers whose process has died."""
