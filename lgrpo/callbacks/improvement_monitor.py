@@ -82,10 +82,9 @@ class ImprovementMonitor(RolloutCallback):
         rollout, reuse = rollout_owner(trainer).rollout, rollout_owner(trainer).reuse
         if rollout is None or rollout.rollout == self._started or trainer.global_step != rollout.rollout * reuse:
             return
-        start = time.perf_counter()
         if self.num_held_out:
             self._calibrate(trainer)
-            start = time.perf_counter()
+        start = time.perf_counter()
         is_due = rollout.rollout % self.every == 0
         self._proximal = self._completion_log_ratios(trainer, rollout) if is_due else None
         trained = rollout.loss_mask.any(1)

@@ -43,8 +43,9 @@ class RolloutLog(RolloutCallback):
         batch, self._batch = self._batch, None
         table = [self._row(trainer, batch, i) for i in range(min(self.num_groups * batch.group_size, len(batch)))]
         append_lines(trainer, "completions.jsonl", table, "rollout")
+        count_failure = partial(policy_owner(trainer).add_metric, "fault/logger_writes", 1.0)
         for logger in trainer.loggers:
-            attempt(logger, partial(_log_table, logger, table, trainer.global_step), partial(_count, trainer))
+            attempt(logger, partial(_log_table, logger, table, trainer.global_step), count_failure)
 
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
         data = rollout_owner(trainer)
@@ -65,10 +66,6 @@ class RolloutLog(RolloutCallback):
             versions.get(behaviour_step),
         )
         return dict(zip(COLUMNS, values, strict=True))
-
-
-def _count(trainer: L.Trainer) -> None:
-    policy_owner(trainer).add_metric("fault/logger_writes", 1.0)
 
 
 def _log_table(logger: Logger, table: list[dict[str, Any]], step: int) -> None:

@@ -67,15 +67,15 @@ class WorkerRequests:
                     return
                 yield from self._buffers.tensors_of(message).items()
 
-        # An engine that verifies reads its weights back; otherwise checksums of the received tensors are compared.
+        # Checksums of the received tensors are computed only if ``checksums`` returns them.
         known = checksums if self._engine.verify else None
         weights = PolicyWeights(config=config, tensors=tensors, checksums=known)
         self._manifest = self._engine.replace_weights(weights, step, version)
         self._buffers.synchronize()
 
     def checksums(self) -> dict[str, int]:
-        """Return checksums of the engine's weights."""
-        return self._engine.held_checksums(self._manifest)
+        """Return checksums of the engine's weights; of the received tensors if the engine does not verify."""
+        return self._engine.held_checksums(self._manifest) if self._engine.verify else self._manifest.checksums
 
     def write_weights(self, path: Path) -> None:
         """Write the engine's weights to a file."""

@@ -114,14 +114,16 @@ class VLLMServerEngine(RolloutEngine):
             urls=urls,
             api_key_env=api_key_env,
             served_model_name=served_model_name,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_gib=kv_cache_gib,
             tensor_parallel_size=tensor_parallel_size,
             devices=devices,
             seeded=seeded,
-            options=options or {},
+            flags={
+                "max_model_len": max_model_len,
+                "max_num_seqs": max_num_seqs,
+                "gpu_memory_utilization": gpu_memory_utilization,
+                **(options or {}),
+            },
             environment=environment or {},
         )
         self.group = ServerGroup(
@@ -171,8 +173,7 @@ class VLLMServerEngine(RolloutEngine):
         return manifest
 
     def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
-        if self.verify:
-            self.group.verify(manifest)
+        self.group.verify(manifest)
         return manifest.checksums
 
     def held_weights(self) -> dict[str, Tensor]:

@@ -29,14 +29,12 @@ class ServerLauncher:
     urls: Sequence[str] | None
     api_key_env: str
     served_model_name: str
-    max_model_len: int | None
-    max_num_seqs: int
-    gpu_memory_utilization: float
     kv_cache_gib: float | None
     tensor_parallel_size: int
     devices: Sequence[Sequence[int]] | None
     seeded: bool | None
-    options: Mapping[str, Any]
+    flags: Mapping[str, Any]
+    """Flags of the server that are passed on as they are."""
     environment: Mapping[str, str]
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer of the policy, once it is known."""
@@ -100,9 +98,6 @@ class ServerLauncher:
         flags = {
             "served_model_name": self.served_model_name,
             "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
             "tensor_parallel_size": self.tensor_parallel_size,
             "enforce_eager": self.is_on_cpu,
@@ -112,7 +107,7 @@ class ServerLauncher:
             "middleware": "lgrpo.engines.servers.client.RequireKey",
             **(WHOLE_PROMPTS if self.is_on_cpu and self.is_seeded else {}),
             **transfer.flags,
-            **self.options,
+            **self.flags,
         }
         environment = {"VLLM_NO_USAGE_STATS": "1", **transfer.environment}
         if self.is_on_cpu:

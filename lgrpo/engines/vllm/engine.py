@@ -127,8 +127,6 @@ class VLLMEngine(RolloutEngine):
         return manifest
 
     def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
-        if not self.verify:
-            return manifest.checksums
         assert self._loader is not None
         try:
             return self._loader.checksums()

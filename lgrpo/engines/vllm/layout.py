@@ -40,9 +40,7 @@ def engine_layout(shapes: Mapping[str, Sequence[int]]) -> Layout:
 @torch.no_grad()
 def read_tensor(model: nn.Module, name: str) -> Tensor:
     """Return one of vLLM's tensors, read through the kernel if it is packed, whole, and without vocabulary padding."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    module = getattr(module, "base_layer", module)  # an adapter wraps it
+    module, leaf = _owner(model, name), name.rpartition(".")[2]
     tensor = getattr(module, leaf)
     kernel = getattr(module, "cpu_linear", None)
     if leaf == "weight" and kernel is not None:
@@ -153,9 +151,13 @@ class WeightViews:
 
 def _local_rows(model: nn.Module, name: str) -> list[int]:
     """Return how many rows of each part of a sharded tensor this worker has."""
+    return [int(size) for size in getattr(_owner(model, name), "output_partition_sizes", ())]
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """Return the module of a tensor; inside of the one that applies an adapter to it, if any."""
     module = model.get_submodule(name.rpartition(".")[0])
-    module = getattr(module, "base_layer", module)
-    return [int(size) for size in getattr(module, "output_partition_sizes", ())]
+    return getattr(module, "base_layer", module)
 
 
 def check_complete(model: nn.Module, layout: Layout) -> None:

@@ -24,22 +24,17 @@ class WeightReport:
     def lgrpo_version(self) -> dict[str, int | None]:
         return {"version": self._lgrpo_version}
 
-    def lgrpo_checksums(self, layout: dict) -> dict[str, str]:
-        return {name: f"{value:016x}" for name, value in checksums(self._lgrpo_model(), _pairs(layout)).items()}
+    def lgrpo_checksums(self, layout: Layout) -> dict[str, str]:
+        return {name: f"{value:016x}" for name, value in checksums(self._lgrpo_model(), layout).items()}
 
     def lgrpo_adapter_checksums(self, shapes: dict) -> dict[str, str]:
         return {name: f"{value:016x}" for name, value in adapter_checksums(self, shapes).items()}
 
-    def lgrpo_write_weights(self, folder: str, layout: dict) -> None:
-        parts = read_parts(self._lgrpo_model(), _pairs(layout))
+    def lgrpo_write_weights(self, folder: str, layout: Layout) -> None:
+        parts = read_parts(self._lgrpo_model(), layout)
         tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in parts}
         if self.rank == 0:  # type: ignore[attr-defined] # every worker has gathered whole tensors
             save_file(tensors, f"{folder}/model.safetensors")
 
     def _lgrpo_model(self) -> nn.Module:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
-
-
-def _pairs(layout: dict) -> Layout:
-    """Return a layout that was sent as JSON."""
-    return {name: [(part, rows) for part, rows in parts] for name, parts in layout.items()}
