@@ -70,7 +70,7 @@ def main(args: list[str]) -> None:
 
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint at ``path``, or the newest one of a run folder; raise if it is damaged."""
-    from lgrpo.run.checkpoints import SIZES, damage, is_complete, newest_checkpoint
+    from lgrpo.run.checkpoints import SIZES, damage, newest_checkpoint
     from lgrpo.run.sharded import META
 
     is_sharded = (path / SIZES).exists() or (path / META).exists()
@@ -78,8 +78,8 @@ def find_checkpoint(path: Path) -> Path:
         return newest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if not path.exists():
         raise ValueError(f"there is no checkpoint at {path}")
-    if not is_complete(path):
-        raise ValueError(f"the checkpoint {path} is damaged: {damage(path)}")
+    if (problem := damage(path)) is not None:
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}")
     return path
 
 

@@ -6,6 +6,7 @@ Both have a length. From a loader without one Lightning fetches a batch ahead, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -79,16 +80,15 @@ class RolloutBuffer:
         """Do nothing; see ``state_dict``."""
 
 
+@dataclass
 class EvaluationBuffer:
     """One batch for each task: all samples of this rank's problems, drawn when the batch is requested."""
 
-    def __init__(self, sample: Callable[[int], EvaluationBatch], num_tasks: int) -> None:
-        self.sample = sample
-        self.num_tasks = num_tasks
+    sample: Callable[[int], EvaluationBatch]
+    num_tasks: int
 
     def __len__(self) -> int:
         return self.num_tasks
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        for index in range(self.num_tasks):
-            yield self.sample(index)
+        yield from map(self.sample, range(self.num_tasks))

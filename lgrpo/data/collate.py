@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,21 +18,22 @@ from lgrpo.rewards import FailedScore, NotYet, Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
 
 
-def collate_rollout(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    scores: Sequence[Score],
-    *,
-    group_size: int,
-    pad_token_id: int,
-    temperature: float,
-    max_tokens: int,
-    rollout: int,
-) -> RolloutBatch:
-    """Return rows of prompt, completion, padding. ``prompts[i]`` belongs to ``completions[i]``; siblings are adjacent.
+class Group(NamedTuple):
+    """A prompt, its completions and their scores."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    scores: Sequence[Score]
+
+
+def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampling, rollout: int) -> RolloutBatch:
+    """Return rows of prompt, completion, padding, group after group.
 
     Scores that are not known yet become NaN. Advantages are 0: they depend on the scores of all ranks.
     """
+    prompts = [group.prompt for group in groups for _ in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
+    scores = [score for group in groups for score in group.scores]
     starts = torch.tensor([len(p.token_ids) for p in prompts])
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     size, width = len(completions), int((starts + lengths).max())
@@ -58,9 +59,9 @@ def collate_rollout(
         truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
         failed=torch.tensor([isinstance(score, FailedScore) for score in scores]),
         rows=torch.arange(size),
-        group_size=group_size,
-        temperature=temperature,
-        max_tokens=max_tokens,
+        group_size=len(groups[0].completions),
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
         rollout=rollout,
     )
 
@@ -79,14 +80,6 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         if isinstance(parts[0], Tensor):
             tensors[f.name] = torch.cat([pad(p, (0, width - p.shape[1])) if p.ndim == 2 else p for p in parts])
     return replace(batches[0], **tensors | {"rows": torch.arange(len(tensors["rows"]))})
-
-
-def flatten_groups(
-    prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
-) -> tuple[list[Prompt], list[Completion]]:
-    """Return the prompt of every completion, and the completions, as lists of equal length."""
-    pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    return [p for p, _ in pairs], [c for _, c in pairs]
 
 
 def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[Completion]:

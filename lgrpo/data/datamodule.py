@@ -10,22 +10,22 @@ import os
 from typing import Any, Literal
 
 import lightning as L
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.checks import check_range
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.difficulty import DifficultySampling
-from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, evaluate, held_out_rollout
+from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
-from lgrpo.data.prompts import Prompts, PromptSet, load_prompts
+from lgrpo.data.prompts import Prompts, load_prompts
 from lgrpo.data.sampler import DynamicSampling, RolloutSampler
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
 from lgrpo.hooks import Stage, call_stage, policy_owner
 from lgrpo.rewards import Scoring
+from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.resume import ResumeSettings, describe
 from lgrpo.tasks import Split, Task
 from lgrpo.types import EvaluationBatch, RolloutBatch
@@ -167,10 +167,10 @@ class RolloutDataModule(L.LightningDataModule):
             longest = self.train_prompts.longest + self.sampling.max_tokens
             set_micro_batches(trainer, num_rows, longest, self.micro_batch_tokens)
         sampler = RolloutSampler(
-            self.train_prompts,
-            self._scorers[""],
-            self.engine,
-            self.tokenizer,
+            prompts=self.train_prompts,
+            scorer=self._scorers[""],
+            engine=self.engine,
+            tokenizer=self.tokenizer,
             num_prompts=self.num_prompts,
             group_size=self.group_size,
             sampling=self.sampling,
@@ -211,8 +211,7 @@ class RolloutDataModule(L.LightningDataModule):
     def val_dataloader(self) -> EvaluationBuffer:
         return EvaluationBuffer(self._evaluate, len(self._evaluators))
 
-    def test_dataloader(self) -> EvaluationBuffer:
-        return EvaluationBuffer(self._evaluate, len(self._evaluators))
+    test_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step needs: current and queued rollouts of every rank, and the engine's weights.
@@ -220,13 +219,9 @@ class RolloutDataModule(L.LightningDataModule):
         Rollouts being sampled are not waited for: after a resume they are sampled again, from the same weights.
         """
         own = {"schedule": self.schedule.state_dict(), "buffer": self._buffer and self._buffer.rollout_state()}
-        world_size = self._trainer.world_size
-        ranks: list[Any] = [own] * world_size
-        if world_size > 1:
-            torch.distributed.all_gather_object(ranks, own)
-        engine = self.engine.state_dict()
+        state = {"ranks": gather_ranks(self._trainer, own), "engine": self.engine.state_dict()}
         self.engine.sleep()
-        return {"ranks": ranks, "engine": engine}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
@@ -269,7 +264,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _evaluate(self, index: int) -> EvaluationBatch:
         self.schedule.wait()  # the engine is about to hold other weights
-        batch = evaluate(self._evaluators[index], self.engine, self.tokenizer, self._trainer)
+        batch = self._evaluators[index].evaluate()
         self.engine.sleep()
         return batch
 
@@ -282,16 +277,23 @@ class RolloutDataModule(L.LightningDataModule):
         if evaluator is None:
             raise ValueError("there are no held-out prompts: the task has no validation set")
         self.schedule.wait()  # the engine is about to hold other weights
-        sizes = num_prompts, self.group_size
-        batch = held_out_rollout(evaluator, *sizes, self.sampling, self.engine, self.tokenizer, self._trainer)
+        batch = evaluator.held_out_rollout(num_prompts, self.group_size, self.sampling)
         self.engine.sleep()
         return batch
 
     def _evaluator(self, name: str, task: Task, settings: Evaluation) -> Evaluator:
         sampling = settings.sampling or self.sampling
-        prompts = self._prompts(task, "validation", sampling)
-        assert isinstance(prompts, PromptSet)
-        return Evaluator(name, task, settings, prompts, self._scorers[name], sampling)
+        return Evaluator(
+            name=name,
+            task=task,
+            settings=settings,
+            prompts=self._prompts(task, "validation", sampling),
+            scorer=self._scorers[name],
+            sampling=sampling,
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            trainer=self._trainer,
+        )
 
     def _prompts(self, task: Task, split: Split, sampling: Sampling) -> Prompts:
         context = policy_owner(self._trainer).policy.context_length

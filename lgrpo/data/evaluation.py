@@ -1,13 +1,13 @@
 """Evaluation of the current policy on the validation sets of the run's task and of benchmarks.
 
-:class:`Evaluator` samples and scores one validation set. ``evaluate`` makes the batch for ``validation_step``, and
-writes the results if asked; ``held_out_rollout`` makes a rollout for callbacks.
+:class:`Evaluator` samples and scores one validation set. Its method ``evaluate`` makes the batch for
+``validation_step``, and writes the results if asked; ``held_out_rollout`` makes a rollout for callbacks.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +20,12 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.checks import check_range
-from lgrpo.data.collate import as_rewards, collate_rollout, flatten_groups
-from lgrpo.data.prompts import PromptSet, prompts_at
+from lgrpo.data.collate import Group, as_rewards, collate_rollout
+from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.hooks import call_stage, policy_owner
+from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.folder import run_folder
 from lgrpo.tasks import Task
 from lgrpo.types import Completion, EvaluationBatch, PolicyWeights, Prompt, RolloutBatch
@@ -110,38 +111,48 @@ class Samples:
         ]
 
 
+@dataclass(kw_only=True)
 class Evaluator:
     """A validation set with its settings."""
 
-    def __init__(
-        self,
-        name: str,
-        task: Task,
-        settings: Evaluation,
-        prompts: PromptSet,
-        scorer: Scorer,
-        sampling: Sampling,
-    ) -> None:
-        self.name = name
-        self.task = task
-        self.settings = settings
-        self.prompts = prompts
-        self.scorer = scorer
-        self.sampling = sampling
+    name: str
+    task: Task
+    settings: Evaluation
+    prompts: Prompts
+    scorer: Scorer
+    sampling: Sampling
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    trainer: L.Trainer
 
-    def __call__(
-        self,
-        weights: PolicyWeights,
-        engine: RolloutEngine,
-        step: int,
-        tokenizer: PreTrainedTokenizerBase,
-        rank: int,
-        world_size: int,
-        show_progress: bool,
-    ) -> Samples:
+    def evaluate(self) -> EvaluationBatch:
+        """Evaluate the current policy, and the reference if its score on the task is not known yet."""
+        module = policy_owner(self.trainer)
+        call_stage(self.trainer, "validate")
+        show_progress = self.trainer.is_global_zero and self.trainer.state.fn != TrainerFn.FITTING
+        samples = self.sample(module.policy_weights(), show_progress)
+        reference = None
+        if module.needs_reference_score(self.name):
+            reference = self.sample(module.reference_weights(), show_progress).correct
+        if self.settings.results is not None:
+            write_results(self.name, samples, self.settings.results, self.trainer)
+        return EvaluationBatch(
+            task=self.name, correct=samples.correct, answers=samples.answers, reference_correct=reference
+        )
+
+    def held_out_rollout(self, num_prompts: int, group_size: int, sampling: Sampling) -> RolloutBatch:
+        """Return this rank's part of groups for the first problems, sampled from the current policy."""
+        settings = Evaluation(num_samples=group_size, num_problems=num_prompts, seed=self.settings.seed)
+        evaluator = replace(self, name="", settings=settings, sampling=sampling)
+        samples = evaluator.sample(policy_owner(self.trainer).policy_weights())
+        parts = zip(samples.problems, samples.groups, samples.rewards.tolist(), strict=True)
+        return collate_rollout([Group(*part) for part in parts], self.tokenizer.pad_token_id, sampling, rollout=-1)
+
+    def sample(self, weights: PolicyWeights, show_progress: bool = False) -> Samples:
         """Sample and score this rank's problems with the given weights; show a progress bar in a terminal."""
         settings = self.settings
-        problems = prompts_at(self.prompts, settings.positions(len(self.prompts), rank, world_size))
+        ranks = self.trainer.global_rank, self.trainer.world_size
+        problems = prompts_at(self.prompts, settings.positions(len(self.prompts), *ranks))
         scores_of = self.scorer.collect(problems)
         disable = None if show_progress else True  # None: only in a terminal
         bar = tqdm(total=len(problems), desc=self.name or "validation", unit="problem", disable=disable)
@@ -150,8 +161,10 @@ class Evaluator:
             scores_of(index, completions)
             bar.update()
 
-        with engine.holding(weights, step), bar:
-            groups = engine.generate(problems, settings.num_samples, self.sampling, settings.seed, tokenizer, on_group)
+        with self.engine.holding(weights, self.trainer.global_step), bar:
+            groups = self.engine.generate(
+                problems, settings.num_samples, self.sampling, settings.seed, self.tokenizer, on_group
+            )
         scores = scores_of.result()
         self.scorer.reward.report()  # drop metrics that do not belong to a rollout
         rewards = torch.stack([as_rewards(group) for group in scores])
@@ -164,57 +177,9 @@ class Evaluator:
         )
 
 
-def evaluate(
-    evaluator: Evaluator, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, trainer: L.Trainer
-) -> EvaluationBatch:
-    """Evaluate the current policy, and the reference if its score on the task is not known yet."""
-    module = policy_owner(trainer)
-    call_stage(trainer, "validate")
-    show_progress = trainer.is_global_zero and trainer.state.fn != TrainerFn.FITTING
-    arguments = engine, trainer.global_step, tokenizer, trainer.global_rank, trainer.world_size, show_progress
-    samples = evaluator(module.policy_weights(), *arguments)
-    reference = None
-    if module.needs_reference_score(evaluator.name):
-        reference = evaluator(module.reference_weights(), *arguments).correct
-    if evaluator.settings.results is not None:
-        write_results(evaluator.name, samples, evaluator.settings.results, trainer)
-    return EvaluationBatch(
-        task=evaluator.name, correct=samples.correct, answers=samples.answers, reference_correct=reference
-    )
-
-
-def held_out_rollout(
-    evaluator: Evaluator,
-    num_prompts: int,
-    group_size: int,
-    sampling: Sampling,
-    engine: RolloutEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    trainer: L.Trainer,
-) -> RolloutBatch:
-    """Return this rank's part of groups for the first problems, sampled from the current policy with ``sampling``."""
-    settings = Evaluation(num_samples=group_size, num_problems=num_prompts, seed=evaluator.settings.seed)
-    evaluator = Evaluator("", evaluator.task, settings, evaluator.prompts, evaluator.scorer, sampling)
-    weights, ranks = policy_owner(trainer).policy_weights(), (trainer.global_rank, trainer.world_size)
-    samples = evaluator(weights, engine, trainer.global_step, tokenizer, *ranks, show_progress=False)
-    prompts, completions = flatten_groups(samples.problems, samples.groups)
-    return collate_rollout(
-        prompts,
-        completions,
-        samples.rewards.flatten().tolist(),
-        group_size=group_size,
-        pad_token_id=tokenizer.pad_token_id,
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        rollout=-1,
-    )
-
-
 def write_results(name: str, samples: Samples, form: Literal["jsonl", "parquet"], trainer: L.Trainer) -> None:
     """Write the problems of all ranks, in order, into the run folder."""
-    tables: list[Any] = [samples.table()] * trainer.world_size
-    if trainer.world_size > 1:
-        torch.distributed.all_gather_object(tables, tables[0])
+    tables = gather_ranks(trainer, samples.table())
     if trainer.is_global_zero and not trainer.sanity_checking:
         table = sorted((row for table in tables for row in table), key=lambda row: row["problem"])
         fitting = trainer.state.fn == TrainerFn.FITTING

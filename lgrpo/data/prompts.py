@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -21,16 +22,55 @@ _CACHE_SIZE = 1024
 """Number of prompts of a stream that are cached, for those requested twice."""
 
 
-class RenderedRow(NamedTuple):
-    """A dataset row, rendered and tokenised."""
+@dataclass(kw_only=True, frozen=True)
+class RowRenderer:
+    """Turns the rows of a split into prompts."""
 
-    text: str
-    token_ids: list[int]
-    row: Mapping[str, Any]
+    task: Task
+    split: Split
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    """Upper limit of a prompt's length."""
+    overlong: Literal["error", "drop"] = "error"
+    """Treatment of longer prompts."""
 
-    def at(self, position: int) -> Prompt:
-        """Return the prompt with its position in the run."""
-        return Prompt(text=self.text, token_ids=self.token_ids, row=self.row, position=position)
+    def __call__(self, index: str, row: Mapping[str, Any]) -> Prompt | None:
+        """Return the prompt of a row, checked, at position 0; None if it is too long and ``overlong`` is drop."""
+        self._check(index, row)
+        text, token_ids = self.task.template.render(row, self.tokenizer)
+        if not token_ids:
+            raise ValueError(f"prompt {index} of the {self.split} set is empty: {dict(row)}")
+        unknown = self.tokenizer.unk_token_id
+        if unknown is not None and unknown in token_ids and self.tokenizer.unk_token not in text:
+            raise ValueError(
+                f"prompt {index} of the {self.split} set has characters the tokenizer cannot encode: {text[:200]!r}"
+            )
+        if len(token_ids) <= self.max_tokens:
+            return Prompt(text=text, token_ids=token_ids, row=row, position=0)
+        if self.overlong == "drop":
+            return None
+        raise ValueError(
+            f"prompt {index} of the {self.split} set has {len(token_ids)} tokens, but only {self.max_tokens} fit: "
+            f"{text[:60]!r}… Raise data.max_prompt_tokens if it is set, lower data.sampling.max_tokens to leave more "
+            "of the context to prompts, or set data.overlong_prompts to drop"
+        )
+
+    def _check(self, index: str, row: Mapping[str, Any]) -> None:
+        """Raise an error if a row lacks a field that the template or the reward reads, or cannot be scored."""
+        fields, reward = self.task.template.fields(), self.task.reward
+        for reader, required in (("template", fields), ("reward", reward.required_fields())):
+            if missing := sorted(required - set(row)):
+                raise ValueError(
+                    f"the {reader} reads {missing}, but row {index} of the {self.split} set has only {sorted(row)}"
+                )
+            if empty := sorted(name for name in required if row[name] is None):
+                raise ValueError(f"the {reader} reads {empty}, which is null in row {index} of the {self.split} set")
+        if fields and all(str(row[name]).strip() == "" for name in fields):
+            raise ValueError(f"prompt {index} of the {self.split} set is empty: {dict(row)}")
+        try:
+            reward.check_row(row)
+        except ValueError as error:
+            raise ValueError(f"no answer to row {index} of the {self.split} set can be scored: {error}") from error
 
 
 class Prompts(ABC):
@@ -66,36 +106,26 @@ class PromptSet(Prompts):
     is_streamed = False
 
     def __init__(
-        self,
-        task: Task,
-        split: Split,
-        tokenizer: PreTrainedTokenizerBase,
-        max_tokens: int,
-        overlong: Literal["error", "drop"] = "error",
-        shuffle_seed: int | None = None,
-        difficulty: DifficultySampling | None = None,
+        self, render: RowRenderer, shuffle_seed: int | None = None, difficulty: DifficultySampling | None = None
     ) -> None:
         """
         Args:
-            task: Task with the rows and the template.
-            split: Split of the task.
-            tokenizer: Tokenizer of the policy.
-            max_tokens: Upper limit of a prompt's length.
-            overlong: Treatment of longer prompts.
+            render: Function that turns rows into prompts.
             shuffle_seed: Seed of the order of every pass over the rows; None keeps their order.
             difficulty: Weights for drawing rows with replacement, instead of each once in a pass.
         """
+        task, split = render.task, render.split
         if difficulty is not None and shuffle_seed is None:
             raise ValueError("data.difficulty draws rows at random: it needs data.shuffle")
         self.shuffle_seed = shuffle_seed
         self.num_dropped = 0
-        self._items: list[RenderedRow] = []
+        self._items: list[Prompt] = []
         weights: list[float] = []
         locations = task.locations(split)
         for index, row in enumerate(task.rows(split)):
             known = locations is not None and not locations[index].startswith("row ")  # more than the index
             label = f"{index} ({locations[index]})" if locations is not None and known else str(index)
-            item = render_row(task, split, label, row, tokenizer, max_tokens, overlong)
+            item = render(label, row)
             weight = 1.0 if difficulty is None else row_weight(difficulty, split, index, row)
             if item is None:
                 self.num_dropped += 1
@@ -109,7 +139,7 @@ class PromptSet(Prompts):
                     f"no row of the {split} set has a weight in data.difficulty: {difficulty.field} is one of "
                     f"{values}, the weights are for {sorted(difficulty.weights)}"
                 )
-            raise ValueError(f"no prompt of the {split} set fits into {max_tokens} tokens")
+            raise ValueError(f"no prompt of the {split} set fits into {render.max_tokens} tokens")
         self._bounds = None if difficulty is None else torch.tensor(weights, dtype=torch.float64).cumsum(0)
         self._order: tuple[int, list[int]] = (-1, [])
 
@@ -121,7 +151,7 @@ class PromptSet(Prompts):
         epoch, offset = divmod(position, len(self))
         if self._order[0] != epoch:
             self._order = (epoch, self._permutation(epoch) if self._bounds is None else self._draw(epoch, self._bounds))
-        return self._items[self._order[1][offset]].at(position)
+        return replace(self._items[self._order[1][offset]], position=position)
 
     @property
     def longest(self) -> int:
@@ -151,30 +181,19 @@ class StreamedPrompts(Prompts):
     is_streamed = True
 
     def __init__(
-        self,
-        task: Task,
-        stream: RowStream,
-        tokenizer: PreTrainedTokenizerBase,
-        max_tokens: int,
-        overlong: Literal["error", "drop"] = "error",
-        shuffle_seed: int | None = None,
-        buffer_size: int = 1024,
+        self, render: RowRenderer, stream: RowStream, shuffle_seed: int | None = None, buffer_size: int = 1024
     ) -> None:
         """
         Args:
-            task: Task with the template.
+            render: Function that turns rows into prompts.
             stream: Rows of the training set.
-            tokenizer: Tokenizer of the policy.
-            max_tokens: Upper limit of a prompt's length.
-            overlong: Treatment of longer prompts.
             shuffle_seed: Seed of the order of every pass over the rows; None keeps their order.
             buffer_size: Number of rows in the shuffle buffer.
         """
         self.shuffle_seed = shuffle_seed
         self.buffer_size = buffer_size
-        self._task, self._stream, self._tokenizer = task, stream, tokenizer
-        self._max_tokens, self._overlong = max_tokens, overlong
-        self._cache: dict[int, RenderedRow] = {}
+        self._render, self._stream = render, stream
+        self._cache: dict[int, Prompt] = {}
         self._rewind()
         self._first = fingerprint([self.at(0).text])  # a stream that cannot be read fails before the run starts
 
@@ -188,11 +207,11 @@ class StreamedPrompts(Prompts):
                 self._rewind()
             while self._next <= position:
                 self._read_row(is_requested=self._next == position)
-        return self._cache[position].at(position)
+        return replace(self._cache[position], position=position)
 
     @property
     def longest(self) -> int:
-        return self._max_tokens
+        return self._render.max_tokens
 
     def fingerprint(self) -> str:
         """Return a text that identifies the first prompt; the others are not read yet."""
@@ -206,10 +225,8 @@ class StreamedPrompts(Prompts):
     def _read_row(self, is_requested: bool) -> None:
         """Read the next row; unless it is dropped, it takes the next position."""
         location, row = next(self._rows)
-        if is_requested or self._overlong == "drop":  # a dropped row shifts all positions after it
-            item = render_row(
-                self._task, "train", f"({location})", row, self._tokenizer, self._max_tokens, self._overlong
-            )
+        if is_requested or self._render.overlong == "drop":  # a dropped row shifts all positions after it
+            item = self._render(f"({location})", row)
             if item is None:
                 self.num_dropped += 1
                 return
@@ -225,7 +242,7 @@ class StreamedPrompts(Prompts):
             first = self._next
             yield from self._stream if self.shuffle_seed is None else self._shuffled(epoch)
             if self._next == first:
-                raise ValueError(f"no prompt of the train set fits into {self._max_tokens} tokens")
+                raise ValueError(f"no prompt of the train set fits into {self._render.max_tokens} tokens")
 
     def _shuffled(self, epoch: int) -> Iterator[LocatedRow]:
         """Yield the rows of a pass, shuffled within a buffer."""
@@ -253,61 +270,16 @@ def load_prompts(
     difficulty: DifficultySampling | None = None,
 ) -> Prompts:
     """Return a task's prompts: a set, or a stream if the training rows are too many to keep in memory."""
+    render = RowRenderer(task=task, split=split, tokenizer=tokenizer, max_tokens=max_tokens, overlong=overlong)
     stream = task.train_stream() if split == "train" else None
     if stream is None:
-        prompts = PromptSet(task, split, tokenizer, max_tokens, overlong, shuffle_seed, difficulty)
+        prompts = PromptSet(render, shuffle_seed, difficulty)
         if prompts.num_dropped:
             rank_zero_info(f"{prompts.num_dropped} overlong prompts dropped, {len(prompts)} kept.")
         return prompts
     if difficulty is not None:
         raise ValueError("data.difficulty draws from all rows, which a stream does not keep: remove one of the two")
-    return StreamedPrompts(task, stream, tokenizer, max_tokens, overlong, shuffle_seed)
-
-
-def render_row(
-    task: Task,
-    split: Split,
-    index: str,
-    row: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
-    overlong: Literal["error", "drop"],
-) -> RenderedRow | None:
-    """Return a row, checked, rendered and tokenised; None if it is too long and ``overlong`` is drop."""
-    check_row(task, split, index, row)
-    text, token_ids = task.template.render(row, tokenizer)
-    if not token_ids:
-        raise ValueError(f"prompt {index} of the {split} set is empty: {dict(row)}")
-    unknown = tokenizer.unk_token_id
-    if unknown is not None and unknown in token_ids and tokenizer.unk_token not in text:
-        raise ValueError(
-            f"prompt {index} of the {split} set has characters the tokenizer cannot encode: {text[:200]!r}"
-        )
-    if len(token_ids) <= max_tokens:
-        return RenderedRow(text, token_ids, row)
-    if overlong == "drop":
-        return None
-    raise ValueError(
-        f"prompt {index} of the {split} set has {len(token_ids)} tokens, but only {max_tokens} fit: {text[:60]!r}… "
-        "Raise data.max_prompt_tokens if it is set, lower data.sampling.max_tokens to leave more of the context to "
-        "prompts, or set data.overlong_prompts to drop"
-    )
-
-
-def check_row(task: Task, split: str, index: str, row: Mapping[str, Any]) -> None:
-    """Raise an error if a row lacks a field that the template or the reward reads, or cannot be scored."""
-    fields = task.template.fields()
-    for reader, required in (("template", fields), ("reward", task.reward.required_fields())):
-        if missing := sorted(required - set(row)):
-            raise ValueError(f"the {reader} reads {missing}, but row {index} of the {split} set has only {sorted(row)}")
-        if empty := sorted(name for name in required if row[name] is None):
-            raise ValueError(f"the {reader} reads {empty}, which is null in row {index} of the {split} set")
-    if fields and all(str(row[name]).strip() == "" for name in fields):
-        raise ValueError(f"prompt {index} of the {split} set is empty: {dict(row)}")
-    try:
-        task.reward.check_row(row)
-    except ValueError as error:
-        raise ValueError(f"no answer to row {index} of the {split} set can be scored: {error}") from error
+    return StreamedPrompts(render, stream, shuffle_seed)
 
 
 def row_weight(difficulty: DifficultySampling, split: Split, index: int, row: Mapping[str, Any]) -> float:

@@ -11,13 +11,13 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.checks import check_range
-from lgrpo.data.collate import as_rewards, collate_rollout, completions_of, flatten_groups
+from lgrpo.data.collate import Group, as_rewards, collate_rollout, completions_of
 from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import Score
-from lgrpo.types import Completion, Prompt, RolloutBatch
+from lgrpo.types import RolloutBatch
 
 _ROUND_OFFSET = 2**40 + 15  # odd, so that without shuffling another row is drawn
 """Distance between the positions of a prompt and of its replacement: far beyond the run's positions, so that
@@ -40,56 +40,31 @@ class DynamicSampling:
         check_range("dynamic_sampling.tolerance", self.tolerance, at_least=0)
 
 
-@dataclass(slots=True)
-class Group:
-    """A prompt, its completions and their scores."""
-
-    prompt: Prompt
-    completions: list[Completion]
-    scores: list[Score]
-
-    def may_vary(self, tolerance: float) -> bool:
-        """Return whether the rewards differ, or may differ when the missing ones are known."""
-        rewards = as_rewards(self.scores)
-        return bool(rewards.isnan().any()) or bool(has_reward_variance(rewards, len(rewards), tolerance)[0])
-
-
+@dataclass(kw_only=True)
 class RolloutSampler:
     """Samples and scores this rank's part of rollouts.
 
     The result depends only on the engine's weights, the seed and the positions of the prompts in the run.
     """
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        scorer: Scorer,
-        engine: RolloutEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        num_prompts: int,
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        dynamic: DynamicSampling | None,
-        rank: int,
-        world_size: int,
-        on_stage: Callable[[Literal["generate", "score"]], None],
-    ) -> None:
-        if dynamic is not None and prompts.is_streamed:
+    prompts: Prompts
+    scorer: Scorer
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    num_prompts: int
+    group_size: int
+    sampling: Sampling
+    seed: int
+    dynamic: DynamicSampling | None
+    rank: int
+    world_size: int
+    on_stage: Callable[[Literal["generate", "score"]], None]
+
+    def __post_init__(self) -> None:
+        if self.dynamic is not None and self.prompts.is_streamed:
             raise ValueError("data.dynamic_sampling draws prompts from any position, which a streamed set cannot give")
-        self.prompts = prompts
-        self.scorer = scorer
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.num_prompts = num_prompts
-        self.group_size = group_size
-        self.sampling = sampling
-        self.seed = seed
-        self.dynamic = dynamic
-        self.share = num_prompts // world_size
-        self.first = rank * self.share
-        self.on_stage = on_stage
+        self.share = self.num_prompts // self.world_size
+        self.first = self.rank * self.share
         self._seconds: dict[str, float] = {}
         self._faults = self._engine_faults()
 
@@ -108,7 +83,10 @@ class RolloutSampler:
         num_resampled = self._resample_zero_variance(groups, positions)
         shares = [slice(j * self.share, (j + 1) * self.share) for j in range(len(rollouts))]
         with self._stage("score"):
-            batches = [self._collate(rollout, groups[own]) for rollout, own in zip(rollouts, shares, strict=True)]
+            batches = [
+                collate_rollout(groups[own], self.tokenizer.pad_token_id, self.sampling, rollout)
+                for rollout, own in zip(rollouts, shares, strict=True)
+            ]
         seconds = {f"time/{name}": seconds / len(batches) for name, seconds in self._seconds.items()}
         means = self.scorer.reward.report() | self._new_faults(len(batches))
         for batch, own in zip(batches, shares, strict=True):
@@ -144,7 +122,7 @@ class RolloutSampler:
         if self.dynamic is None:
             return num_resampled
         for number in range(1, self.dynamic.max_rounds + 1):
-            indices = [index for index, group in enumerate(groups) if not group.may_vary(self.dynamic.tolerance)]
+            indices = [index for index, group in enumerate(groups) if not may_vary(group, self.dynamic.tolerance)]
             if not indices:
                 break
             replacements = self._sample_groups([number * _ROUND_OFFSET + positions[index] for index in indices])
@@ -152,19 +130,6 @@ class RolloutSampler:
                 groups[index] = replacement
                 num_resampled[index] += 1
         return num_resampled
-
-    def _collate(self, rollout: int, groups: list[Group]) -> RolloutBatch:
-        prompts, completions = flatten_groups([g.prompt for g in groups], [g.completions for g in groups])
-        return collate_rollout(
-            prompts,
-            completions,
-            [score for group in groups for score in group.scores],
-            group_size=self.group_size,
-            pad_token_id=self.tokenizer.pad_token_id,
-            temperature=self.sampling.temperature,
-            max_tokens=self.sampling.max_tokens,
-            rollout=rollout,
-        )
 
     def _engine_faults(self) -> dict[str, float]:
         return {
@@ -184,3 +149,9 @@ class RolloutSampler:
         start = time.perf_counter()
         yield
         self._seconds[stage] += time.perf_counter() - start
+
+
+def may_vary(group: Group, tolerance: float) -> bool:
+    """Return whether the rewards of a group differ, or may differ when the missing ones are known."""
+    rewards = as_rewards(group.scores)
+    return bool(rewards.isnan().any()) or bool(has_reward_variance(rewards, len(rewards), tolerance)[0])

@@ -27,14 +27,7 @@ class RolloutSchedule:
     ``release`` drops it from the queue when training on it begins. ``close`` ends a fit that failed.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        *,
-        reuse: int,
-        lead: int,
-        generate_ahead: bool,
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, *, reuse: int, lead: int, generate_ahead: bool) -> None:
         self.engine = engine
         self.reuse = reuse
         self.lead = lead

@@ -76,7 +76,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def gather_ranks(trainer: L.Trainer, state: Any) -> list[Any]:
-    """Return the states of all ranks, for a checkpoint. All ranks must call it."""
+    """Return the states of all ranks. All ranks must call it."""
     states = [state] * trainer.world_size
     if trainer.world_size > 1:
         torch.distributed.all_gather_object(states, state)
@@ -123,30 +123,26 @@ def write_shards_atomically(strategy: Strategy) -> None:
 
 def is_complete(path: Path) -> bool:
     """Return whether a checkpoint has every byte that was written."""
-    if path.is_dir():
-        try:
-            return all((path / name).stat().st_size == size for name, size in _sizes(path).items())
-        except (OSError, ValueError):
-            return False
-    try:
-        with zipfile.ZipFile(path) as file:
-            return file.testzip() is None  # reads the file and compares checksums
-    except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError):
-        return False
+    return damage(path) is None
 
 
-def damage(path: Path) -> str:
-    """Return what is wrong with a checkpoint that is not complete."""
+def damage(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint; None if it is complete."""
     if not path.is_dir():
-        return "it was cut short, or its bytes are not those that were written"
+        try:
+            with zipfile.ZipFile(path) as file:
+                is_intact = file.testzip() is None  # reads the file and compares checksums
+        except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError):
+            is_intact = False
+        return None if is_intact else "it was cut short, or its bytes are not those that were written"
     try:
-        sizes = _sizes(path)
+        sizes = json.loads((path / SIZES).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"there is no {SIZES}, which is written last"
-    missing = [name for name in sizes if not (path / name).exists()]
-    if missing:
+    if missing := [name for name in sizes if not (path / name).exists()]:
         return f"{', '.join(missing)} of its {len(sizes)} files are missing"
-    return f"{', '.join(n for n, size in sizes.items() if (path / n).stat().st_size != size)} are cut short"
+    cut_short = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+    return f"{', '.join(cut_short)} are cut short" if cut_short else None
 
 
 def write_sizes(folder: Path) -> None:
@@ -191,12 +187,8 @@ def flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    return json.loads((folder / SIZES).read_text(encoding="utf-8"))
-
-
-def _reason(error: BaseException) -> str:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__context__
-    return cause.strerror or str(cause) if cause is not None else "the disk did not accept it"
+def _reason(error: BaseException | None) -> str:
+    """Return the reason of the operating system in the chain of errors that led to this one."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return "the disk did not accept it" if error is None else error.strerror or str(error)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lgrpo.run.checkpoints import AtomicCheckpointIO, damage, is_complete
+from lgrpo.run.checkpoints import AtomicCheckpointIO, damage
 
 META = "meta.pt"
 """File with the parts of a sharded checkpoint that are not sharded: counters, rollouts, the engine's weights."""
@@ -18,8 +18,8 @@ def consolidate(folder: Path, path: Path) -> None:
     """Write a sharded checkpoint as one file, in the format of a run that is not sharded."""
     if not (folder / META).is_file():
         raise ValueError(f"{folder} is not a sharded checkpoint: that is a folder with {META} and a file for each rank")
-    if not is_complete(folder):
-        raise ValueError(f"{folder} is damaged: {damage(folder)}")
+    if (problem := damage(folder)) is not None:
+        raise ValueError(f"{folder} is damaged: {problem}")
     if path.exists():
         raise ValueError(f"{path} exists already, and nothing is overwritten")
     checkpoint, sharded = read_sharded(folder)

@@ -12,6 +12,7 @@ from lgrpo.rewards import BatchReward, CountdownEquation
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.dataset import RowTask
 from lgrpo.tasks.rows import Row, kind_of
+from lgrpo.tasks.source import Data
 from lgrpo.tasks.template import Template
 
 _TAGGED = Template(
@@ -35,8 +36,8 @@ class Countdown(RowTask):
 
     def __init__(
         self,
-        train: str | list[dict[str, Any]] | None = "Jiayi-Pan/Countdown-Tasks-3to4",
-        validation: str | list[dict[str, Any]] | None = None,
+        train: Data | None = "Jiayi-Pan/Countdown-Tasks-3to4",
+        validation: Data | None = None,
         validation_split: str | None = None,
         num_held_out: int = 1024,
         streaming: bool = False,

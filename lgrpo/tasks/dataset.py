@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -16,7 +16,7 @@ from lgrpo.checks import check_range
 from lgrpo.rewards import BatchReward
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.rows import LocatedRow, Row, RowStream, Table
-from lgrpo.tasks.source import Source, has_splits, open_source
+from lgrpo.tasks.source import Data, Source, has_splits, open_source
 from lgrpo.tasks.template import Template
 
 
@@ -26,8 +26,8 @@ class RowTask(Task):
     def __init__(
         self,
         reward: BatchReward,
-        train: str | list[dict[str, Any]] | None,
-        validation: str | list[dict[str, Any]] | None = None,
+        train: Data | None,
+        validation: Data | None = None,
         subset: str | None = None,
         train_split: str = "train",
         validation_split: str | None = "test",

@@ -15,7 +15,7 @@ from lgrpo.rewards.math import last_boxed
 from lgrpo.tasks.base import Split
 from lgrpo.tasks.dataset import RowTask
 from lgrpo.tasks.rows import Row
-from lgrpo.tasks.source import open_source
+from lgrpo.tasks.source import Data, open_source
 from lgrpo.tasks.template import Template
 
 _BOXED = Template(prompt="{question}\n\nThink step by step, and put the final answer in \\boxed{{}}.\n")
@@ -33,8 +33,8 @@ class GSM8K(RowTask):
 
     def __init__(
         self,
-        train: str | list[dict[str, Any]] | None = "openai/gsm8k",
-        validation: str | list[dict[str, Any]] | None = None,
+        train: Data | None = "openai/gsm8k",
+        validation: Data | None = None,
         subset: str | None = "main",
         template: Template = Template(  # noqa: B008
             prompt="{question}\n\nThink step by step, and end with the answer, a plain number.\n",
@@ -65,18 +65,16 @@ class GSM8K(RowTask):
         }
 
 
-@final
-class MATH(RowTask):
-    """Competition problems of Hendrycks et al., with their split into 7,500 and 5,000.
+class _BoxedAnswers(RowTask):
+    """Task whose answers are in ``\\boxed{…}``, in completions as in solutions.
 
-    A missing ``answer`` is read from the solution's last ``\\boxed{…}``; a row with an empty box is left out.
+    A missing ``answer`` is read from the solution's last box; a row with an empty box is left out.
     """
 
     def __init__(
         self,
-        train: str | list[dict[str, Any]] | None = "DigitalLearningGmbH/MATH-lighteval",
-        validation: str | list[dict[str, Any]] | None = None,
-        answer_from_solution: bool = False,
+        train: Data | None,
+        validation: Data | None,
         template: Template = _BOXED,
         reward: BatchReward | None = None,
         **settings: Any,
@@ -85,56 +83,75 @@ class MATH(RowTask):
         Args:
             train: Hub name, folder, file or rows.
             validation: Likewise; the default is the test split of ``train``.
-            answer_from_solution: Read the answer from the solution's box even if the data has an ``answer``: in some
-                copies of the data it lacks backslashes and spaces.
             template: Template that turns a row into a prompt.
             reward: Reward of a completion; the default is ``MathVerify``.
             settings: Settings of ``DatasetTask``.
         """
         super().__init__(reward or MathVerify(), train, validation, template=template, **settings)
-        self.answer_from_solution = answer_from_solution
 
     def read(self, row: Row, split: Split) -> Row | None:
-        return _with_boxed_answer({**row, "answer": None} if self.answer_from_solution else row)
+        row = _with_question(row)
+        if row.get("answer") not in (None, ""):
+            return row
+        if not isinstance(solution := row.get("solution"), str):
+            raise ValueError(f"the row has neither an answer nor a solution, only {sorted(row)}")
+        answer = boxed_answer(solution)
+        if answer is None:
+            raise ValueError(f"the row has no answer, and its solution no \\boxed{{…}}: {solution[-80:]!r}")
+        return {**row, "answer": answer.strip()} if answer.strip() else None
 
 
 @final
-class MATH500(RowTask):
-    """Subset of 500 problems of MATH's test split that papers test on."""
+class MATH(_BoxedAnswers):
+    """Competition problems of Hendrycks et al., with their split into 7,500 and 5,000."""
 
     def __init__(
         self,
-        validation: str | list[dict[str, Any]] | None = "HuggingFaceH4/MATH-500",
-        train: str | list[dict[str, Any]] | None = None,
-        template: Template = _BOXED,
-        reward: BatchReward | None = None,
+        train: Data | None = "DigitalLearningGmbH/MATH-lighteval",
+        validation: Data | None = None,
+        answer_from_solution: bool = False,
         **settings: Any,
+    ) -> None:
+        """
+        Args:
+            train: Hub name, folder, file or rows.
+            validation: Likewise; the default is the test split of ``train``.
+            answer_from_solution: Read the answer from the solution's box even if the data has an ``answer``: in some
+                copies of the data it lacks backslashes and spaces.
+            settings: Settings of ``DatasetTask``.
+        """
+        super().__init__(train, validation, **settings)
+        self.answer_from_solution = answer_from_solution
+
+    def read(self, row: Row, split: Split) -> Row | None:
+        return super().read({**row, "answer": None} if self.answer_from_solution else row, split)
+
+
+@final
+class MATH500(_BoxedAnswers):
+    """Subset of 500 problems of MATH's test split that papers test on."""
+
+    def __init__(
+        self, validation: Data | None = "HuggingFaceH4/MATH-500", train: Data | None = None, **settings: Any
     ) -> None:
         """
         Args:
             validation: Hub name, folder, file or rows.
             train: Likewise; the default is no training set.
-            template: Template that turns a row into a prompt.
-            reward: Reward of a completion; the default is ``MathVerify``.
             settings: Settings of ``DatasetTask``.
         """
-        super().__init__(reward or MathVerify(), train, validation, template=template, **settings)
-
-    def read(self, row: Row, split: Split) -> Row | None:
-        return _with_boxed_answer(row)
+        super().__init__(train, validation, **settings)
 
 
 @final
-class AIME24(RowTask):
+class AIME24(_BoxedAnswers):
     """The 30 problems of both American Invitational Mathematics Examinations of 2024, to test on."""
 
     def __init__(
         self,
-        validation: str | list[dict[str, Any]] | None = "HuggingFaceH4/aime_2024",
+        validation: Data | None = "HuggingFaceH4/aime_2024",
         validation_split: str | None = "train",
-        train: str | list[dict[str, Any]] | None = None,
-        template: Template = _BOXED,
-        reward: BatchReward | None = None,
+        train: Data | None = None,
         **settings: Any,
     ) -> None:
         """
@@ -142,25 +159,13 @@ class AIME24(RowTask):
             validation: Hub name, folder, file or rows.
             validation_split: Split of the hub dataset, whose only one is called train.
             train: Hub name, folder, file or rows; the default is no training set.
-            template: Template that turns a row into a prompt.
-            reward: Reward of a completion; the default is ``MathVerify``.
             settings: Settings of ``DatasetTask``.
         """
-        super().__init__(
-            reward or MathVerify(),
-            train,
-            validation,
-            validation_split=validation_split,
-            template=template,
-            **settings,
-        )
-
-    def read(self, row: Row, split: Split) -> Row | None:
-        return _with_boxed_answer(row)
+        super().__init__(train, validation, validation_split=validation_split, **settings)
 
 
 @final
-class DeepScaleR(RowTask):
+class DeepScaleR(_BoxedAnswers):
     """About 40,000 competition problems to train on.
 
     Seven of them are in MATH-500 too, compared by letters and digits: set ``exclude`` when testing on it.
@@ -168,13 +173,11 @@ class DeepScaleR(RowTask):
 
     def __init__(
         self,
-        train: str | list[dict[str, Any]] | None = "agentica-org/DeepScaleR-Preview-Dataset",
-        validation: str | list[dict[str, Any]] | None = None,
+        train: Data | None = "agentica-org/DeepScaleR-Preview-Dataset",
+        validation: Data | None = None,
         validation_split: str | None = None,
         exclude: str | None = None,
         exclude_split: str = "test",
-        template: Template = _BOXED,
-        reward: BatchReward | None = None,
         **settings: Any,
     ) -> None:
         """
@@ -184,18 +187,9 @@ class DeepScaleR(RowTask):
             validation_split: Split of a hub dataset to validate on; the default is none of ``train``, test of another.
             exclude: Hub name, folder or file of problems not to train on, compared by letters and digits.
             exclude_split: Split of ``exclude``.
-            template: Template that turns a row into a prompt.
-            reward: Reward of a completion; the default is ``MathVerify``.
             settings: Settings of ``DatasetTask``.
         """
-        super().__init__(
-            reward or MathVerify(),
-            train,
-            validation,
-            validation_split=validation_split,
-            template=template,
-            **settings,
-        )
+        super().__init__(train, validation, validation_split=validation_split, **settings)
         self.exclude = exclude
         self.exclude_split = exclude_split
 
@@ -244,15 +238,3 @@ def boxed_answer(solution: str) -> str | None:
 def _with_question(row: Row) -> Row:
     """Add ``question`` to a row that has ``problem`` instead, as on the hub."""
     return {**row, "question": row["problem"]} if "question" not in row and "problem" in row else row
-
-
-def _with_boxed_answer(row: Row) -> Row | None:
-    row = _with_question(row)
-    if row.get("answer") not in (None, ""):
-        return row
-    if not isinstance(solution := row.get("solution"), str):
-        raise ValueError(f"the row has neither an answer nor a solution, only {sorted(row)}")
-    answer = boxed_answer(solution)
-    if answer is None:
-        raise ValueError(f"the row has no answer, and its solution no \\boxed{{…}}: {solution[-80:]!r}")
-    return {**row, "answer": answer.strip()} if answer.strip() else None

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lgrpo.data.collate import collate_rollout
+from lgrpo.data.collate import Group, collate_rollout
+from lgrpo.engines import Sampling
 from lgrpo.types import Completion, Prompt
 
 
@@ -17,8 +18,8 @@ def collate(prompts, completions):
         Completion(token_ids=ids, logprobs=logprobs, text="…", finish_reason="stop", behaviour_step=3, version=0)
         for ids, logprobs in completions
     ]
-    settings = {"group_size": 1, "pad_token_id": 9, "temperature": 1.0, "max_tokens": 4, "rollout": 0}
-    return collate_rollout(given, found, [0.0] * len(found), **settings)
+    groups = [Group(prompt, [completion], [0.0]) for prompt, completion in zip(given, found, strict=True)]
+    return collate_rollout(groups, pad_token_id=9, sampling=Sampling(max_tokens=4), rollout=0)
 
 
 def test_prompt_completion_padding():

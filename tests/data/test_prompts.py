@@ -10,9 +10,8 @@ from collections import Counter
 import pytest
 from datasets import Dataset
 
-from lgrpo.data import PromptSet
 from lgrpo.data.difficulty import DifficultySampling
-from lgrpo.data.prompts import StreamedPrompts, load_prompts
+from lgrpo.data.prompts import RowRenderer, StreamedPrompts, load_prompts
 from lgrpo.policy import character_tokenizer
 from lgrpo.rewards import ExactMatch, NumericMatch
 from lgrpo.tasks import Arithmetic, DatasetTask, SortDigits, Template
@@ -47,7 +46,7 @@ def write(path, rows):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
 def test_local_files(name, tmp_path, tokenizer):
     task = DatasetTask(ExactMatch(), train=write(tmp_path / name, ROWS), validation=write(tmp_path / f"v-{name}", ROWS))
-    prompts = PromptSet(task, "train", tokenizer, max_tokens=10)
+    prompts = load_prompts(task, "train", tokenizer, max_tokens=10)
     assert [prompts.at(i).text for i in range(12)] == [row["question"] for row in ROWS]
     assert prompts.at(3).row["answer"] == "3"
     assert len(task.rows("validation")) == 12
@@ -63,11 +62,11 @@ def test_a_folder_loaded_by_name_like_a_hub_dataset(tmp_path, tokenizer):
 
 
 def test_every_pass_has_every_prompt_once_in_another_order(tokenizer):
-    prompts = PromptSet(in_memory(), "train", tokenizer, max_tokens=10, shuffle_seed=1)
+    prompts = load_prompts(in_memory(), "train", tokenizer, max_tokens=10, shuffle_seed=1)
     passes = [[prompts.at(e * 12 + i).text for i in range(12)] for e in range(3)]
     assert all(Counter(p) == Counter(passes[0]) for p in passes)
     assert passes[0] != passes[1] != passes[2]
-    again = PromptSet(in_memory(), "train", tokenizer, max_tokens=10, shuffle_seed=1)
+    again = load_prompts(in_memory(), "train", tokenizer, max_tokens=10, shuffle_seed=1)
     assert [again.at(i).text for i in (30, 5, 17)] == [passes[2][6], passes[0][5], passes[1][5]]
 
 
@@ -75,20 +74,20 @@ def test_missing_columns_are_named(tokenizer):
     with pytest.raises(
         ValueError, match=r"template reads \['problem'\], but row 0 of the train set has only \['answer', 'level'"
     ):
-        PromptSet(in_memory(template=Template(prompt="{problem}")), "train", tokenizer, max_tokens=10)
+        load_prompts(in_memory(template=Template(prompt="{problem}")), "train", tokenizer, max_tokens=10)
     with pytest.raises(ValueError, match=r"reward reads \['gold'\], but"):
-        PromptSet(in_memory(reward=ExactMatch("gold")), "train", tokenizer, max_tokens=10)
+        load_prompts(in_memory(reward=ExactMatch("gold")), "train", tokenizer, max_tokens=10)
 
 
 def test_an_empty_prompt(tokenizer):
     rows = [*ROWS[:2], {"question": "  ", "answer": "", "level": 0}]
     with pytest.raises(ValueError, match="prompt 2 of the train set is empty"):
-        PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10)
+        load_prompts(in_memory(rows), "train", tokenizer, max_tokens=10)
 
 
 def test_rows_are_checked_one_by_one(tokenizer):
     def prompts(*rows, prompt="{question}>"):
-        return PromptSet(in_memory([ROWS[0], *rows], Template(prompt=prompt)), "train", tokenizer, max_tokens=10)
+        return load_prompts(in_memory([ROWS[0], *rows], Template(prompt=prompt)), "train", tokenizer, max_tokens=10)
 
     with pytest.raises(ValueError, match=r"template reads \['question'\], but row 1 of the train set has only"):
         prompts({"answer": "1", "level": 0})
@@ -104,7 +103,7 @@ def test_a_pad_token_in_a_chat_is_allowed(tokenizer):
     """Some tokenizers pad with the token that ends a turn."""
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}>"
-    prompts = PromptSet(in_memory(template=Template(chat=True)), "train", tokenizer, max_tokens=10)
+    prompts = load_prompts(in_memory(template=Template(chat=True)), "train", tokenizer, max_tokens=10)
     assert tokenizer.pad_token_id in prompts.at(0).token_ids
 
 
@@ -116,21 +115,21 @@ def test_an_empty_validation_set_is_not_the_training_set():
 def test_a_prompt_longer_than_the_context(tokenizer):
     rows = [*ROWS[:3], {"question": "1" * 50, "answer": "", "level": 0}]
     with pytest.raises(ValueError, match=r"prompt 3 of the train set has 50 tokens, but only 10 fit.*drop"):
-        PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10)
+        load_prompts(in_memory(rows), "train", tokenizer, max_tokens=10)
     with pytest.raises(
         ValueError, match=r"data\.max_prompt_tokens .* data\.sampling\.max_tokens .* data\.overlong_prompts"
     ):
-        PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10)
-    kept = PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10, overlong="drop")
+        load_prompts(in_memory(rows), "train", tokenizer, max_tokens=10)
+    kept = load_prompts(in_memory(rows), "train", tokenizer, max_tokens=10, overlong="drop")
     assert (len(kept), kept.num_dropped) == (3, 1)
     with pytest.raises(ValueError, match="no prompt of the train set fits"):
-        PromptSet(in_memory(rows), "train", tokenizer, max_tokens=1, overlong="drop")
+        load_prompts(in_memory(rows), "train", tokenizer, max_tokens=1, overlong="drop")
 
 
 def test_characters_the_tokenizer_cannot_encode(tokenizer):
     rows = [{"question": "12x>", "answer": "", "level": 0}]
     with pytest.raises(ValueError, match="prompt 0 of the train set has characters the tokenizer cannot encode"):
-        PromptSet(in_memory(rows), "train", tokenizer, max_tokens=10)
+        load_prompts(in_memory(rows), "train", tokenizer, max_tokens=10)
 
 
 def test_an_empty_set(tmp_path):
@@ -197,11 +196,11 @@ def test_a_row_whose_answer_cannot_be_scored(tokenizer):
     with pytest.raises(
         ValueError, match=r"no answer to row 1 of the train set can be scored: .*holds no number: 'none'"
     ):
-        PromptSet(task, "train", tokenizer, max_tokens=10)
+        load_prompts(task, "train", tokenizer, max_tokens=10)
 
 
 def test_copies_of_a_prompt_have_different_positions(tokenizer):
-    prompts = PromptSet(in_memory([ROWS[0], ROWS[1], ROWS[0]]), "train", tokenizer, max_tokens=10)
+    prompts = load_prompts(in_memory([ROWS[0], ROWS[1], ROWS[0]]), "train", tokenizer, max_tokens=10)
     assert [(prompts.at(i).text, prompts.at(i).position) for i in range(3)] == [("00>", 0), ("01>", 1), ("00>", 2)]
 
 
@@ -276,7 +275,9 @@ class Counted(RowStream):
 
 
 def stream(tokenizer, rows=ROWS, source=None, **settings):
-    return StreamedPrompts(in_memory(), source or Counted(rows), tokenizer, **{"max_tokens": 10} | settings)
+    limits = {"max_tokens": 10} | {name: settings.pop(name) for name in ("max_tokens", "overlong") if name in settings}
+    render = RowRenderer(task=in_memory(), split="train", tokenizer=tokenizer, **limits)
+    return StreamedPrompts(render, source or Counted(rows), **settings)
 
 
 def texts(prompts, positions):
