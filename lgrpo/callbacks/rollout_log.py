@@ -45,7 +45,7 @@ class RolloutLog(RolloutCallback):
         append_lines(trainer, "completions.jsonl", table, "rollout")
         count_failure = partial(policy_owner(trainer).add_metric, "fault/logger_writes", 1.0)
         for logger in trainer.loggers:
-            attempt(logger, partial(_log_table, logger, table, trainer.global_step), count_failure)
+            attempt(logger, count_failure, _log_table, logger, table, trainer.global_step)
 
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
         data = rollout_owner(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,5 @@ def _results(run: Path, step: int) -> str:
 
 def _plain(value: Any) -> Any:
     """Convert settings to the types that YAML has."""
-    if isinstance(value, Namespace):
-        return {key: _plain(part) for key, part in vars(value).items()}
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    for kind in (bool, int, float):  # also subclasses, such as jsonargparse's restricted numbers
-        if isinstance(value, kind):
-            return kind(value)
-    return None if value is None else str(value)
+    text = json.dumps(value, default=lambda part: vars(part) if isinstance(part, Namespace) else str(part))
+    return json.loads(text)

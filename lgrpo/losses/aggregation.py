@@ -12,8 +12,6 @@ from lgrpo.functional import constant_sum, sequence_mean, token_mean
 from lgrpo.losses.terms import check_choice
 from lgrpo.types import RolloutBatch
 
-Over = Literal["all", "live"]
-
 
 class Aggregation(ABC):
     """Maps losses [B, T] of a micro-batch to its part of the loss of the optimizer step."""
@@ -23,11 +21,10 @@ class Aggregation(ABC):
         """Return a scalar; only tokens of ``batch.loss_mask`` count in the sum."""
 
 
-@final
-class TokenMean(Aggregation):
-    """Mean over the tokens of the whole optimizer step."""
+class _Mean(Aggregation):
+    """Sum of the live tokens' losses, divided by a number of tokens or sequences."""
 
-    def __init__(self, over: Over = "all") -> None:
+    def __init__(self, over: Literal["all", "live"] = "all") -> None:
         """
         Args:
             over: Tokens to divide by: ``all`` sampled ones, masked groups included, or only the ``live`` ones.
@@ -35,22 +32,19 @@ class TokenMean(Aggregation):
         check_choice("over", over, ("all", "live"))
         self.over = over
 
+
+@final
+class TokenMean(_Mean):
+    """Mean over the tokens of the whole optimizer step."""
+
     def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:
         totals = batch.totals
         return token_mean(values, batch.loss_mask, totals.all_tokens if self.over == "all" else totals.live_tokens)
 
 
 @final
-class SequenceMean(Aggregation):
+class SequenceMean(_Mean):
     """Mean over a sequence's tokens, then mean over the sequences of the whole optimizer step."""
-
-    def __init__(self, over: Over = "all") -> None:
-        """
-        Args:
-            over: Tokens and sequences to divide by: ``all`` sampled ones, or only the ``live`` ones.
-        """
-        check_choice("over", over, ("all", "live"))
-        self.over = over
 
     def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:
         if self.over == "all":

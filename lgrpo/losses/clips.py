@@ -7,14 +7,7 @@ from typing import final
 import torch
 
 from lgrpo.checks import check_range
-from lgrpo.functional import (
-    ClipCentre,
-    clip_band,
-    clip_centre,
-    clipped_surrogate,
-    outside_band,
-    sequence_log_ratio,
-)
+from lgrpo.functional import ClipCentre, clip_band, clip_centre, clipped_surrogate, outside_band, sequence_log_ratio
 from lgrpo.losses.gates import Gate, Gated, check_band
 from lgrpo.losses.terms import Terms, check_choice
 

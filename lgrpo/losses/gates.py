@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from lgrpo.checks import check_range
-from lgrpo.functional import (
-    one_side,
-    ring,
-    two_side,
-    within_second_moment,
-)
+from lgrpo.functional import one_side, ring, two_side, within_second_moment
 from lgrpo.losses.terms import Terms
 
 
@@ -79,26 +74,8 @@ class NoGate(MaskGate):
         return torch.ones_like(terms.batch.loss_mask)
 
 
-@final
-class OneSide(MaskGate):
-    """Stops tokens outside the band on the side their advantage pushes to (REC-OneSide)."""
-
-    def __init__(self, low: float = 0.2, high: float = 0.2) -> None:
-        """
-        Args:
-            low: Largest distance of the ratio below 1 if the advantage is negative.
-            high: Largest distance of the ratio above 1 if the advantage is positive.
-        """
-        check_band(low, high)
-        self.low, self.high = low, high
-
-    def keeps(self, terms: Terms) -> Tensor:
-        return one_side(terms.ratio, terms.advantages, 1 - self.low, 1 + self.high)
-
-
-@final
-class TwoSide(MaskGate):
-    """Stops tokens outside the band, for any advantage (REC-TwoSide)."""
+class _BandGate(MaskGate):
+    """Gate that stops tokens outside a band of ratios around 1."""
 
     def __init__(self, low: float = 0.2, high: float = 0.2) -> None:
         """
@@ -109,12 +86,25 @@ class TwoSide(MaskGate):
         check_band(low, high)
         self.low, self.high = low, high
 
+
+@final
+class OneSide(_BandGate):
+    """Stops tokens outside the band on the side their advantage pushes to (REC-OneSide)."""
+
+    def keeps(self, terms: Terms) -> Tensor:
+        return one_side(terms.ratio, terms.advantages, 1 - self.low, 1 + self.high)
+
+
+@final
+class TwoSide(_BandGate):
+    """Stops tokens outside the band, for any advantage (REC-TwoSide)."""
+
     def keeps(self, terms: Terms) -> Tensor:
         return two_side(terms.ratio, 1 - self.low, 1 + self.high)
 
 
 @final
-class Ring(MaskGate):
+class Ring(_BandGate):
     """Stops tokens outside the band, except those far outside whose advantage pulls them back (REC-Ring)."""
 
     def __init__(self, low: float = 0.2, high: float = 0.2, outer_low: float = 0.6, outer_high: float = 2.0) -> None:
@@ -125,11 +115,11 @@ class Ring(MaskGate):
             outer_low: Distance below 1 beyond which a token with positive advantage trains again.
             outer_high: Distance above 1 beyond which a token with negative advantage trains again.
         """
-        check_band(low, high)
+        super().__init__(low, high)
         check_band(outer_low, outer_high)
         check_range("outer_low", outer_low, at_least=low, reason="the inner band")
         check_range("outer_high", outer_high, at_least=high, reason="the inner band")
-        self.low, self.high, self.outer_low, self.outer_high = low, high, outer_low, outer_high
+        self.outer_low, self.outer_high = outer_low, outer_high
 
     def keeps(self, terms: Terms) -> Tensor:
         edges = 1 - self.low, 1 + self.high, 1 - self.outer_low, 1 + self.outer_high

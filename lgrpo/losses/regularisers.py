@@ -23,7 +23,11 @@ class Regulariser(ABC):
     needs_behaviour = False
     """Whether log π_α is read."""
 
-    def __init__(self, coef: float) -> None:
+    def __init__(self, coef: float = 0.1) -> None:
+        """
+        Args:
+            coef: Weight λ.
+        """
         check_range(f"{type(self).__name__}'s coef", coef, above=0, below=math.inf, reason="remove the part instead")
         self.coef = coef
 
@@ -65,13 +69,6 @@ class BehaviourK2(Regulariser):
 
     needs_behaviour = True
 
-    def __init__(self, coef: float = 0.1) -> None:
-        """
-        Args:
-            coef: Weight λ.
-        """
-        super().__init__(coef)
-
     def __call__(self, terms: Terms) -> Tensor:
         return self.coef * (terms.logprobs.policy - terms.batch.behaviour_logprobs).square()
 
@@ -79,13 +76,6 @@ class BehaviourK2(Regulariser):
 @final
 class BehaviourForwardKL(Regulariser):
     """``-coef · log π_θ`` (AsymRE): KL(π_α ‖ π_θ) up to a constant; equal to adding ``coef`` to every advantage."""
-
-    def __init__(self, coef: float = 0.1) -> None:
-        """
-        Args:
-            coef: Weight λ.
-        """
-        super().__init__(coef)
 
     def __call__(self, terms: Terms) -> Tensor:
         return -self.coef * terms.logprobs.policy

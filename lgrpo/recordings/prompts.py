@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.checks import check_range
 from lgrpo.recordings.recording import Recording
-from lgrpo.rewards import BatchReward, Score
-from lgrpo.rewards.base import WrappedReward
+from lgrpo.rewards import BatchReward, Score, WrappedReward
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.rows import Row
 from lgrpo.tasks.template import Template

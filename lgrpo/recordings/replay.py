@@ -219,12 +219,6 @@ class ReplayEngine(RolloutEngine):
             )
         self.engine.load_state_dict(state, policy)
 
-    def drop_weights(self) -> None:
-        self.engine.drop_weights()
-
-    def finish_cycle(self) -> None:
-        self.engine.finish_cycle()
-
     def wake(self) -> None:
         self.engine.wake()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lgrpo.report.downsample import smooth_points
 from lgrpo.report.series import Series
 
 
@@ -19,7 +20,7 @@ def draw_curves(series: Series, path: Path) -> None:
     if reward:
         steps, values = zip(*reward, strict=True)
         top.plot(steps, values, color="tab:blue", alpha=0.25, linewidth=1)
-        top.plot(steps, _smoothed(list(values)), color="tab:blue", label="reward of rollouts")
+        top.plot(*zip(*smooth_points(reward, window=15), strict=True), color="tab:blue", label="reward of rollouts")
     if points := series.get("val/pass@1"):
         steps, values = zip(*points, strict=True)
         top.plot(steps, values, "o-", color="tab:orange", label="pass@1, held-out problems")
@@ -34,9 +35,3 @@ def draw_curves(series: Series, path: Path) -> None:
     bottom.set_xlabel("optimizer step")
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def _smoothed(values: list[float], window: int = 15) -> list[float]:
-    """Return the mean of each value and the ``window - 1`` values before it."""
-    pieces = (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))
-    return [sum(piece) / len(piece) for piece in pieces]

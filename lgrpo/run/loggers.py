@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,24 +85,19 @@ def tolerate_failures(loggers: Iterable[Logger], on_failure: Callable[[], None])
         if logger not in _has_failed:
             _has_failed[logger] = False
             for name in METHODS:
-                setattr(logger, name, _tolerant(logger, getattr(logger, name), on_failure))
+                setattr(logger, name, partial(attempt, logger, on_failure, getattr(logger, name)))
 
 
-def attempt(logger: Logger, action: Callable[..., Any], on_failure: Callable[[], None]) -> Any:
+def attempt(
+    logger: Logger, on_failure: Callable[[], None], action: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Return the result of an action of a logger, or None if it fails."""
     try:
-        return action()
+        return action(*args, **kwargs)
     except Exception as error:
         on_failure()
         if not _has_failed.get(logger, False):
             _has_failed[logger] = True
             reason = f"{type(error).__name__}: {error}"
-            warnings.warn(f"{type(logger).__name__} failed ({reason}); training continues", stacklevel=3)
+            warnings.warn(f"{type(logger).__name__} failed ({reason}); training continues", stacklevel=2)
         return None
-
-
-def _tolerant(logger: Logger, method: Callable[..., Any], on_failure: Callable[[], None]) -> Callable[..., Any]:
-    def attempted(*arguments: Any, **options: Any) -> Any:
-        return attempt(logger, lambda: method(*arguments, **options), on_failure)
-
-    return attempted
