@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def check_range(
     name: str,
-    value: float,
+    value: float | None,
     *,
     at_least: float | None = None,
     above: float | None = None,
@@ -22,13 +22,15 @@ def check_range(
 
     Args:
         name: Setting as the user writes it.
-        value: Value seen.
+        value: Value seen; None, a setting that is not set, passes.
         at_least: Lower bound, allowed.
         above: Lower bound, not allowed.
         at_most: Upper bound, allowed.
         below: Upper bound, not allowed.
         reason: Why, or what to do instead; appended to the message.
     """
+    if value is None:
+        return
     bounds = [
         (at_least, "at least", lambda bound: value >= bound),
         (above, "above", lambda bound: value > bound),

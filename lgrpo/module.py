@@ -70,7 +70,7 @@ class GRPOModule(L.LightningModule):
 
     def needs_reference_score(self, task: str) -> bool:
         """Return whether there is a reference whose pass@1 on a task is not known."""
-        return self.reference is not None and not self.amplifications[task].knows_reference
+        return self.reference is not None and self.amplifications[task].reference_score is None
 
     @torch.no_grad()
     def policy_logprobs(self, batch: RolloutBatch) -> Tensor:

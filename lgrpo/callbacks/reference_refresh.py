@@ -17,8 +17,7 @@ class ReferenceRefresh(RolloutCallback):
             period: Number of rollouts between two refreshes. By default one stage, that is one Lightning epoch.
             decay: Weight of the old reference: 0 copies the policy, 0.99 is a slow moving average.
         """
-        if period is not None:
-            check_range("reference_refresh.period", period, at_least=1, reason="it is a number of rollouts")
+        check_range("reference_refresh.period", period, at_least=1, reason="it is a number of rollouts")
         check_range("reference_refresh.decay", decay, at_least=0, below=1)
         self.period = period
         self.decay = decay

@@ -73,8 +73,7 @@ class WeightSync(EngineSync):
         Args:
             period: v, in rollouts. 1 is on-policy; null never syncs after the first time (offline).
         """
-        if period is not None:
-            check_range("weight_sync.period", period, at_least=1, reason="it is a number of rollouts")
+        check_range("weight_sync.period", period, at_least=1, reason="it is a number of rollouts")
         self.period = period
 
     def __str__(self) -> str:

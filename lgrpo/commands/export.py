@@ -17,19 +17,14 @@ def main(args: list[str]) -> None:
         "lgrpo export runs/demo demo-model --dtype bfloat16",
     )
     parser.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="Checkpoint file, sharded checkpoint folder, or folder of a run (its newest checkpoint).",
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="Checkpoint, or folder of a run (its newest checkpoint)."
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="Folder to write. It must be empty if it exists.")
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="Config of the run. Default: config.yaml of the checkpoint's run."
     )
     parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="Data type of the written weights. Default: that of the policy.",
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="Data type of the weights. Default: the policy's."
     )
     parser.add_argument("--adapter", action="store_true", help="Write only the LoRA adapter, in the format of peft.")
     options = parser.parse_args(args)

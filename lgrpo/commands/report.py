@@ -21,16 +21,10 @@ def main(args: list[str]) -> None:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run.")
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="HTML file to write. Default: RUN/report.html for one run, ./report.html for several.",
+        "--out", type=Path, metavar="FILE", help="HTML file. Default: RUN/report.html, or ./report.html for several."
     )
     parser.add_argument(
-        "--watch",
-        type=float,
-        metavar="SECONDS",
-        help="Interval at which the page is written again; an open page reloads itself. Default: write it once.",
+        "--watch", type=float, metavar="SECONDS", help="Interval at which the page is written again. Default: once."
     )
     parser.add_argument(
         "--completions",
@@ -41,8 +35,7 @@ def main(args: list[str]) -> None:
     )
     options = parser.parse_args(args)
     check_range("--completions", options.completions, at_least=1)
-    if options.watch is not None:
-        check_range("--watch", options.watch, at_least=1, reason="it is an interval in seconds")
+    check_range("--watch", options.watch, at_least=1, reason="it is an interval in seconds")
     runs: list[Path] = options.runs
     out: Path = options.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if out.is_dir():

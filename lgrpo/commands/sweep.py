@@ -19,10 +19,7 @@ def main(args: list[str]) -> None:
         "lgrpo sweep configs/sweeps/period.yaml --jobs 2",
     )
     parser.add_argument(
-        "grid",
-        type=Path,
-        metavar="GRID.yaml",
-        help="Grid file with the keys configs, settings, grid, arms, seeds, metrics, baseline.",
+        "grid", type=Path, metavar="GRID.yaml", help="Grid of configs, settings, arms, seeds, metrics and baseline."
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="Folder of the sweep. Default: runs/sweeps/NAME.")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="Number of runs at the same time. Default: 1.")

@@ -96,9 +96,9 @@ class RolloutDataModule(L.LightningDataModule):
         counts = {"num_prompts": num_prompts, "reuse": reuse, "num_rollouts": num_rollouts}
         counts |= {"micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": max_prompt_tokens}
         for name, value in counts.items():
-            check_range(f"data.{name}", 1 if value is None else value, at_least=1)
+            check_range(f"data.{name}", value, at_least=1)
         check_range("data.lead", lead, at_least=0)
-        check_range("data.max_lag", max_lag or 0, at_least=0)
+        check_range("data.max_lag", max_lag, at_least=0)
         check_range("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
         if sampling.is_truncated:
             raise ValueError(

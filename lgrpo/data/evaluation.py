@@ -51,8 +51,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_range("evaluation.num_samples", self.num_samples, at_least=1)
-        if self.num_problems is not None:
-            check_range("evaluation.num_problems", self.num_problems, at_least=1)
+        check_range("evaluation.num_problems", self.num_problems, at_least=1)
 
     def positions(self, num_available: int, rank: int, world_size: int) -> range:
         """Return the positions of a rank's problems."""

@@ -93,9 +93,7 @@ def split_groups(batch: RolloutBatch) -> list[RolloutBatch]:
 def placeholder(group: RolloutBatch) -> RolloutBatch:
     """Return a group of the same shape with unknown rewards, outside the loss."""
     return replace(
-        group,
-        rewards=torch.full_like(group.rewards, torch.nan),
-        loss_mask=torch.zeros_like(group.loss_mask),
+        group, rewards=torch.full_like(group.rewards, torch.nan), loss_mask=torch.zeros_like(group.loss_mask)
     )
 
 

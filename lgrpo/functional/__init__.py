@@ -11,13 +11,7 @@ from lgrpo.functional.advantage import (
     log_mean_exp,
 )
 from lgrpo.functional.aggregation import constant_sum, sequence_mean, token_mean
-from lgrpo.functional.checksum import (
-    as_numbers,
-    combined_checksum,
-    named_checksums,
-    tensor_checksum,
-    tensor_checksums,
-)
+from lgrpo.functional.checksum import as_numbers, combined_checksum, named_checksums, tensor_checksum, tensor_checksums
 from lgrpo.functional.chunks import CHUNK_BYTES, chunks, joined
 from lgrpo.functional.improvement import expected_gain, improvement_bound, improvement_terms
 from lgrpo.functional.kl import KLEstimator, kl_divergence

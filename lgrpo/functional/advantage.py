@@ -44,10 +44,7 @@ def log_mean_exp(groups: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def group_std(
-    groups: Tensor,
-    eps: float = 1e-4,
-    eps_placement: Literal["inside", "outside"] = "inside",
-    unbiased: bool = False,
+    groups: Tensor, eps: float = 1e-4, eps_placement: Literal["inside", "outside"] = "inside", unbiased: bool = False
 ) -> Tensor:
     """Return the standard deviation of each group [P, G], as [P, 1], kept above 0 by ``eps``.
 

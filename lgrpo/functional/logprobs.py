@@ -13,11 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    entropy_gradient: bool = False,
-    compile: bool = False,
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy_gradient: bool = False, compile: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return log-softmax(logits / T) at the targets, and the entropy of the distribution; float32, shape of targets.
 

@@ -63,8 +63,7 @@ class ConstantSum(Aggregation):
         Args:
             constant: Divisor; the default is the completions in an optimizer step times the longest allowed length.
         """
-        if constant is not None:
-            check_range("constant", constant, above=0)
+        check_range("constant", constant, above=0)
         self.constant = constant
 
     def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:

@@ -1,13 +1,12 @@
 """torchmetrics classes over ``functional``, correct over micro-batches and ranks."""
 
-from lgrpo.metrics.amplification import Amplification, Amplifications
+from lgrpo.metrics.amplification import Amplifications
 from lgrpo.metrics.improvement import CalibrationMetrics, ImprovementMetrics, LagHistogram
 from lgrpo.metrics.off_policy import OffPolicyMetrics
 from lgrpo.metrics.pass_at_k import PassAtK
 from lgrpo.metrics.step import StepMetrics
 
 __all__ = [
-    "Amplification",
     "Amplifications",
     "CalibrationMetrics",
     "ImprovementMetrics",

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lgrpo.metrics.pass_at_k import PassAtK
 
 
-class Amplification(nn.Module):
-    """pass@k of the policy, and its pass@1 minus that of the reference.
+class Amplification:
+    """pass@k of the policy on one task, and its pass@1 minus that of the reference.
 
     ``update`` adds problems and ``compute`` returns the metrics at the end of a validation. Each reference is measured
     once; a policy that was measured and then becomes the reference (``on_reference_refresh``) is not measured again.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.policy = PassAtK()
         self.reference = PassAtK()
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget all scores."""
-        self._policy_score: tuple[int, float] | None = None  # (optimizer step, pass@1)
-        self._reference_score: float | None = None
-
-    @property
-    def knows_reference(self) -> bool:
-        """Whether the reference has been measured."""
-        return self._reference_score is not None
+        self.policy_score: tuple[int, float] | None = None
+        """Optimizer step and pass@1 of the last validation."""
+        self.reference_score: float | None = None
+        """pass@1 of the reference; None if it has not been measured."""
 
     def on_reference_refresh(self, step: int, copied: bool) -> None:
         """Take over the policy's score if the reference is now its copy; forget the reference's score otherwise."""
-        is_known = copied and self._policy_score is not None and self._policy_score[0] == step
-        self._reference_score = self._policy_score[1] if is_known and self._policy_score else None
+        measured_at, score = self.policy_score or (None, None)
+        self.reference_score = score if copied and measured_at == step else None
 
     def update(self, correct: Tensor, answers: Tensor | None = None, reference_correct: Tensor | None = None) -> None:
         """Add problems, [problems, samples]: which samples are right, and the number of each answer (``PassAtK``)."""
@@ -46,30 +38,20 @@ class Amplification(nn.Module):
     def compute(self, step: int) -> dict[str, float]:
         """Return and reset pass@k and maj@k, and pass@1_over_reference if the reference was measured."""
         metrics = {name: float(value) for name, value in self.policy.compute().items()}
-        self._policy_score = (step, metrics["pass@1"])
+        self.policy_score = (step, metrics["pass@1"])
         if self.reference.update_called:
-            self._reference_score = float(self.reference.compute()["pass@1"])
+            self.reference_score = float(self.reference.compute()["pass@1"])
         self.policy.reset()
         self.reference.reset()
-        if self._reference_score is not None:
-            metrics["pass@1_over_reference"] = metrics["pass@1"] - self._reference_score
+        if self.reference_score is not None:
+            metrics["pass@1_over_reference"] = metrics["pass@1"] - self.reference_score
         return metrics
 
-    def scores(self) -> dict[str, Any]:
-        """Return the scores for a checkpoint."""
-        return {"policy": self._policy_score, "reference": self._reference_score}
 
-    def load_scores(self, scores: dict[str, Any]) -> None:
-        policy = scores["policy"]
-        self._policy_score = None if policy is None else (policy[0], policy[1])
-        self._reference_score = scores["reference"]
-
-
-class Amplifications(nn.Module):
+class Amplifications:
     """One ``Amplification`` for each task a run is validated on, by the task's name."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._by_name: dict[str, Amplification] = {}
 
     def __getitem__(self, name: str) -> Amplification:
@@ -95,8 +77,8 @@ class Amplifications(nn.Module):
 
     def scores(self) -> dict[str, Any]:
         """Return the scores for a checkpoint."""
-        return {name: amplification.scores() for name, amplification in self._by_name.items()}
+        return {name: {"policy": a.policy_score, "reference": a.reference_score} for name, a in self._by_name.items()}
 
     def load_scores(self, scores: dict[str, Any]) -> None:
         for name, of_task in scores.items():
-            self[name].load_scores(of_task)
+            self[name].policy_score, self[name].reference_score = of_task["policy"], of_task["reference"]

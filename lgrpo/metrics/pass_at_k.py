@@ -48,10 +48,4 @@ class PassAtK(Metric):
             metrics |= {f"pass@{k}": per_problem.mean(), f"pass@{k}_stderr": standard_error(per_problem)}
         if bool((answers >= 0).any()):  # two answers have no majority
             metrics |= {f"maj@{k}": majority_at_k(answers, correct, k).mean() for k in ks if k > 2}
-        return dict(sorted(metrics.items(), key=lambda item: _order(item[0])))
-
-
-def _order(name: str) -> tuple[str, int, str]:
-    kind, _, rest = name.partition("@")
-    k, _, suffix = rest.partition("_")
-    return {"pass": "a", "maj": "b"}[kind], int(k), suffix
+        return metrics

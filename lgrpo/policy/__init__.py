@@ -2,7 +2,7 @@
 
 from lgrpo.policy.adapters import LoRA, add_adapter, is_reference
 from lgrpo.policy.causal import CausalPolicy
-from lgrpo.policy.characters import character_tokenizer
+from lgrpo.policy.loading import character_tokenizer
 from lgrpo.policy.reference import AdapterReference, make_reference
 
 __all__ = [

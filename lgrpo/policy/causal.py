@@ -22,10 +22,9 @@ from lgrpo.functional import chunked_token_logprobs, combined_checksum, named_ch
 from lgrpo.policy import adapters, fsdp1
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
-from lgrpo.policy.characters import character_tokenizer
 from lgrpo.policy.compilation import ActivationBudgetBackend
 from lgrpo.policy.forward import can_pack, check_logits, hidden_states, is_packed, logits
-from lgrpo.policy.loading import load_model, load_tokenizer
+from lgrpo.policy.loading import character_tokenizer, load_model, load_tokenizer
 from lgrpo.run.resume import ResumeSettings, architecture_of, describe, vocabulary_fingerprint
 from lgrpo.types import Adapter, PolicyWeights
 

@@ -24,25 +24,6 @@ class Unit(NamedTuple):
     """Names of its tensors in the model before wrapping."""
 
 
-def check_supported(has_adapters: bool, is_compiled: bool, writes_shards: bool, world_size: int) -> None:
-    """Raise a ``ValueError`` for settings that FSDP1 does not support or that are untested with it."""
-    if has_adapters:
-        raise ValueError(
-            "policy.lora with FSDPStrategy: it would keep adapters and base weights in one flat tensor, with "
-            "gradients of all of it. Use configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy)"
-        )
-    if is_compiled:
-        raise ValueError(
-            "policy.compile with FSDPStrategy is untested. Use configs/fsdp2.yaml "
-            "(lightning.pytorch.strategies.ModelParallelStrategy), or leave compile out"
-        )
-    if writes_shards and world_size == 1:
-        raise ValueError(
-            "FSDPStrategy has one process, so nothing is sharded and no sharded checkpoint can be written: raise "
-            "trainer.devices, or set state_dict_type to full in trainer.strategy.init_args"
-        )
-
-
 def wrap_layers(
     root: nn.Module, model: nn.Module, layers: nn.ModuleList, mixed_precision: MixedPrecision | None
 ) -> list[Unit]:

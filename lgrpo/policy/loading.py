@@ -1,15 +1,17 @@
-"""Tokenizer and model from the Hugging Face hub, from a folder, or initialised from a config."""
+"""Tokenizer and model: from the Hugging Face hub, from a folder, or made from an alphabet and from a config."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 
@@ -26,6 +28,20 @@ def load_tokenizer(source: str, pad_token: str | None, trust_remote_code: bool) 
             "occurs in a text, such as a reserved one"
         )
     return tokenizer
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character, plus padding and end of sequence.
+
+    >>> tokenizer = character_tokenizer("0123456789")
+    >>> tokenizer("407").input_ids, tokenizer.decode([6, 2, 9])
+    ([6, 2, 9], '407')
+    """
+    tokens = ["<pad>", "<eos>", *dict.fromkeys(characters)]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<pad>", eos_token="<eos>")
 
 
 def load_model(

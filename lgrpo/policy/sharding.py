@@ -10,7 +10,6 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lgrpo.policy import fsdp1
 from lgrpo.policy.causal import CausalPolicy
 from lgrpo.policy.reference import Reference
 
@@ -37,9 +36,23 @@ def shard(
 
 def check_strategy(policy: CausalPolicy, trainer: L.Trainer) -> None:
     """Raise a ``ValueError`` if the Trainer's strategy does not support the policy."""
-    if isinstance(trainer.strategy, FSDPStrategy):
-        writes_shards = trainer.strategy._state_dict_type == "sharded"
-        fsdp1.check_supported(policy.lora is not None, policy.compile_layers, writes_shards, trainer.world_size)
+    if not isinstance(trainer.strategy, FSDPStrategy):
+        return
+    if policy.lora is not None:
+        raise ValueError(
+            "policy.lora with FSDPStrategy: it would keep adapters and base weights in one flat tensor, with "
+            "gradients of all of it. Use configs/fsdp2.yaml (lightning.pytorch.strategies.ModelParallelStrategy)"
+        )
+    if policy.compile_layers:
+        raise ValueError(
+            "policy.compile with FSDPStrategy is untested. Use configs/fsdp2.yaml "
+            "(lightning.pytorch.strategies.ModelParallelStrategy), or leave compile out"
+        )
+    if trainer.strategy._state_dict_type == "sharded" and trainer.world_size == 1:
+        raise ValueError(
+            "FSDPStrategy has one process, so nothing is sharded and no sharded checkpoint can be written: raise "
+            "trainer.devices, or set state_dict_type to full in trainer.strategy.init_args"
+        )
 
 
 def clip_gradients(

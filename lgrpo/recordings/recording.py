@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.rewards import FailedScore
+from lgrpo.run.atomic import replaced
 from lgrpo.run.resume import vocabulary_fingerprint
 from lgrpo.tasks.files import is_data_file, read_file
 from lgrpo.types import RECORDED, Completion, Prompt
@@ -63,13 +63,8 @@ def write_recording(rows: Sequence[Mapping[str, Any]] | pa.Table, metadata: Mapp
     """
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows), schema=SCHEMA)
     table = table.replace_schema_metadata({_KEY: json.dumps({"format": _FORMAT, **metadata}, default=str).encode()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
+    with replaced(path) as unfinished:
         pq.write_table(table, unfinished, compression="zstd")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def with_column(table: pa.Table, name: str, values: list[Any]) -> pa.Table:

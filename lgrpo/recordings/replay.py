@@ -55,8 +55,7 @@ class ReplayEngine(RolloutEngine):
         """
         super().__init__()
         check_range("data.engine.share", share, at_least=0, at_most=1)
-        if siblings is not None:
-            check_range("data.engine.siblings", siblings, at_least=1)
+        check_range("data.engine.siblings", siblings, at_least=1)
         self.path = path
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
         if self.engine.replays:

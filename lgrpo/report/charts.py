@@ -29,15 +29,6 @@ class Chart:
     axis_max: float | None = None
 
 
-@dataclass(kw_only=True)
-class Section:
-    """Charts under one heading."""
-
-    title: str
-    note: str = ""
-    charts: list[Chart] = field(default_factory=list)
-
-
 REWARD = Chart(
     title="Reward of rollouts",
     note="Mean over the completions of a rollout, before normalisation.",
@@ -156,9 +147,8 @@ def chart_sections(names: Iterable[str]) -> list[dict[str, Any]]:
     """Return the sections with charts for these metrics; every name is in exactly one chart, or drawn as a band."""
     names = list(names)
     left = dict.fromkeys(names)
-    sections = {"Learning": Section(title="Learning", charts=[*_take(left, [REWARD]), *_validation(left)])}
-    for title, charts in SECTIONS.items():
-        sections[title] = Section(title=title, charts=_take(left, charts))
+    sections = {"Learning": [*_take(left, [REWARD]), *_validation(left)]}
+    sections |= {title: _take(left, charts) for title, charts in SECTIONS.items()}
     for name in list(left):
         if name.endswith("_stderr") and name.removesuffix("_stderr") in names:
             del left[name]  # drawn as a band
@@ -167,10 +157,10 @@ def chart_sections(names: Iterable[str]) -> list[dict[str, Any]]:
         section = SECTION_OF_PREFIX.get(name.partition("/")[0], group.capitalize() or "Other")
         title = rest[:1].upper() + rest[1:].replace("_", " ")
         chart = Chart(title=title, lines={name: name}, show_syncs=section == "Improvement")
-        sections.setdefault(section, Section(title=section)).charts.append(chart)
+        sections.setdefault(section, []).append(chart)
     order = ["Learning", "Off-policy", "Improvement", "Rollouts", "Rewards", "Optimisation"]
     titles = [*order, *(title for title in sections if title not in (*order, "Time")), "Time"]
-    return [asdict(sections[title]) for title in titles if title in sections and sections[title].charts]
+    return [{"title": title, "charts": [*map(asdict, sections[title])]} for title in titles if sections.get(title)]
 
 
 def _take(left: dict[str, None], charts: Iterable[Chart]) -> list[Chart]:

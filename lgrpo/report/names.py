@@ -86,12 +86,7 @@ _MONITOR = [
     "clip_fraction",
     "lag_0",
 ]
-_CALIBRATION = [
-    "predicted",
-    "realised",
-    "error",
-    "reward",
-]
+_CALIBRATION = ["predicted", "realised", "error", "reward"]
 _SYNC = ["divergence"]
 _VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference"]
 

@@ -11,8 +11,6 @@ import base64
 import gzip
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 from lgrpo.report.page_data import page_data
 from lgrpo.report.record import RunRecord, read_runs
+from lgrpo.run.atomic import replaced
 
 SCRIPTS = (
     "format",
@@ -60,16 +59,8 @@ def write_page(
     """
     runs = read_runs(paths)
     html = page_html(page_data(runs, max_completions, refresh))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(html)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, out)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with replaced(out) as unfinished:
+        unfinished.write_text(html, encoding="utf-8")
     return runs
 
 
@@ -102,9 +93,3 @@ def page_html(data: dict[str, Any]) -> str:
 
 def _digest(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lgrpo.run.atomic import replaced
 from lgrpo.sweep.grid import Arm, Grid, SweepError
 
 State = Literal["finished", "resumed", "new"]
@@ -69,10 +70,8 @@ class SweepRun:
         """Replace the state file."""
         state |= {"arm": self.arm.name, "seed": self.seed, "arguments": self.arguments}
         state["fingerprint"] = self._fingerprint()
-        self.state_file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.state_file.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(state, indent=1), encoding="utf-8")
-        os.replace(unfinished, self.state_file)
+        with replaced(self.state_file) as unfinished:
+            unfinished.write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     def _fingerprint(self) -> str:
         """Return a hash of the settings, the seed and the contents of the configs."""

@@ -61,9 +61,8 @@ class RowTask(Task):
         """
         super().__init__(template, reward)
         name = type(self).__name__
-        for setting, count in {"num_train": num_train, "num_validation": num_validation}.items():
-            if count is not None:
-                check_range(f"task.{setting}", count, at_least=1)
+        check_range("task.num_train", num_train, at_least=1)
+        check_range("task.num_validation", num_validation, at_least=1)
         check_range("task.num_held_out", num_held_out, at_least=0)
         check_range("task.num_examples", num_examples, at_least=0)
         if num_held_out and (validation is not None or num_validation is not None):

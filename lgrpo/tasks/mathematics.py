@@ -58,11 +58,7 @@ class GSM8K(RowTask):
         solution, mark, answer = str(row.get("answer")).rpartition("####")
         if not mark:
             return row
-        return {
-            **row,
-            "solution": _ANNOTATION.sub("", solution).strip(),
-            "answer": answer.strip().replace(",", ""),
-        }
+        return {**row, "solution": _ANNOTATION.sub("", solution).strip(), "answer": answer.strip().replace(",", "")}
 
 
 class _BoxedAnswers(RowTask):

@@ -25,15 +25,15 @@ function showCharts(page) {
   });
 }
 
-function sectionNote(page, { title, note }) {
+function sectionNote(page, title) {
   if (title === "Learning") return "Drag over a chart to zoom all of them, double-click to zoom out.";
-  if (title !== "Off-policy" || !page.runs.some((run) => run.syncs.step.length)) return note;
+  if (title !== "Off-policy" || !page.runs.some((run) => run.syncs.step.length)) return "";
   return "Marks show syncs: dashed lines if there are few, short ticks at the bottom if there are many.";
 }
 
 function showChartSection(page, index) {
-  const section = page.data.sections[index], { title, charts } = section;
-  const node = addSection(title, sectionNote(page, section));
+  const { title, charts } = page.data.sections[index];
+  const node = addSection(title, sectionNote(page, title));
   if (title === "Time") node.append(stageBars(page));
   const constant = title === "Learning" ? [] : charts.filter((chart) => isConstant(page, chart));
   const grid = el("div", { class: title === "Learning" ? "charts large" : "charts" });

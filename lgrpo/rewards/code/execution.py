@@ -106,17 +106,24 @@ class CodeExecution(Reward):
         for name, value in limits.items():
             check_range(name, value, above=0)
         self.tests_field = tests_field
-        self.allow_network = allow_network
-        self.allow_files = allow_files
-        self.packages = packages
         self.whole_text = whole_text
         self.partial = partial
         self.timeout = timeout
-        self.cpu_seconds = cpu_seconds
-        self.memory_mib = memory_mib
-        self.num_processes = num_processes
-        self.file_mib = file_mib
-        self.output_kib = output_kib
+        python = os.path.realpath(sys.executable)  # outside the virtual environment, whose packages it would see
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+        self._request = {  # the part that is the same for all programs
+            "command": [sys.executable, "-I"] if packages else [python, "-I", "-S"],
+            "visible": [sys.base_prefix, sys.base_exec_prefix, python] + [sys.prefix] * packages,
+            "environment": environment | ({"OMP_NUM_THREADS": "1"} if packages else {}),
+            "temporary": tempfile.gettempdir(),
+            "allow_network": allow_network,
+            "allow_files": allow_files,
+            "cpu": cpu_seconds,
+            "memory": memory_mib * 2**20,
+            "processes": num_processes,
+            "file_size": file_mib * 2**20,
+            "output": output_kib * 2**10,
+        }
         self._is_sandbox_tested = False
 
     def required_fields(self) -> set[str]:
@@ -150,7 +157,7 @@ class CodeExecution(Reward):
         self, program: str, tests: str | None = None, stdin: str = "", timeout: float | None = None
     ) -> Execution:
         """Run a program, followed by ``tests`` if given, and return how it ended. Thread-safe."""
-        request = self._request() | {
+        request = self._request | {
             "program": program.encode(errors="replace"),
             "tests": None if tests is None else tests.encode(errors="replace"),
             "stdin": stdin.encode(errors="replace"),
@@ -185,24 +192,6 @@ class CodeExecution(Reward):
             return checked_source(tests) if isinstance(tests, str) else checked_pairs(tests)
         except ValueError as error:
             raise ValueError(f"field {self.tests_field!r} of the data holds no tests: {error}") from error
-
-    def _request(self) -> dict[str, Any]:
-        """Return the part of the request that is the same for all programs."""
-        python = os.path.realpath(sys.executable)  # outside the virtual environment, whose packages it would see
-        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
-        return {
-            "command": [sys.executable, "-I"] if self.packages else [python, "-I", "-S"],
-            "visible": [sys.base_prefix, sys.base_exec_prefix, python] + [sys.prefix] * self.packages,
-            "environment": environment | ({"OMP_NUM_THREADS": "1"} if self.packages else {}),
-            "temporary": tempfile.gettempdir(),
-            "allow_network": self.allow_network,
-            "allow_files": self.allow_files,
-            "cpu": self.cpu_seconds,
-            "memory": self.memory_mib * 2**20,
-            "processes": self.num_processes,
-            "file_size": self.file_mib * 2**20,
-            "output": self.output_kib * 2**10,
-        }
 
 
 def ask_sandbox(request: dict[str, Any]) -> dict[str, Any]:

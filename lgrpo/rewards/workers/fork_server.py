@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 
 import dill
 
+from lgrpo.checks import check_range
 from lgrpo.rewards.base import BatchReward
 
 _START_TIMEOUT = 120.0  # seconds in which the process imports lgrpo and loads the reward
@@ -20,15 +22,29 @@ _FORK_TIMEOUT = 30.0  # seconds in which a worker is forked; after that the proc
 
 
 @dataclass(kw_only=True, frozen=True)
-class Limits:
-    """Limits of a worker."""
+class Scoring:
+    """Worker processes that run a reward, and their limits."""
 
-    timeout: float
-    """Seconds for a score."""
-    memory: int
-    """Bytes of memory in addition to what a worker starts with."""
-    output: int
-    """Bytes a worker may print, or write to a file, for a score."""
+    num_workers: int = 2
+    """Number of processes for each reward on each rank."""
+    timeout: float = 10.0
+    """Seconds a completion may take before its worker is killed and replaced."""
+    memory_gib: float = 2.0
+    """Memory a worker may take in addition to what it starts with."""
+    output_mib: float = 16.0
+    """Size of the output of a worker for a completion, and of any file it writes."""
+    failure_score: float = 0.0
+    """Reward of a completion whose scoring failed."""
+    mask_failures: bool = False
+    """Take completions whose scoring failed out of the loss. They still count among their siblings."""
+
+    def __post_init__(self) -> None:
+        check_range("scoring.num_workers", self.num_workers, at_least=1)
+        check_range("scoring.timeout", self.timeout, above=0)
+        check_range("scoring.memory_gib", self.memory_gib, above=0)
+        check_range("scoring.output_mib", self.output_mib, above=0)
+        if not math.isfinite(self.failure_score):
+            raise ValueError(f"scoring.failure_score is {self.failure_score}; it must be a finite number")
 
 
 class ForkServer:
@@ -37,9 +53,9 @@ class ForkServer:
     ``fork_worker`` starts the process if it is not running. ``close`` kills it, and the kernel kills its workers.
     """
 
-    def __init__(self, reward: BatchReward, limits: Limits) -> None:
+    def __init__(self, reward: BatchReward, scoring: Scoring) -> None:
         self._reward = reward
-        self._limits = limits
+        self._scoring = scoring
         self.process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
 
@@ -89,10 +105,10 @@ class ForkServer:
         )
         theirs.close()
         self._channel = own
-        limits = [self._limits.timeout, self._limits.memory, self._limits.output]
+        memory, output = int(self._scoring.memory_gib * 2**30), int(self._scoring.output_mib * 2**20)
         own.settimeout(_START_TIMEOUT)
         try:
-            own.sendall(json.dumps([len(pickled), *limits]).encode())
+            own.sendall(json.dumps([len(pickled), self._scoring.timeout, memory, output]).encode())
             own.recv(1)
             own.sendall(pickled)
             answer = own.recv(1024).decode()

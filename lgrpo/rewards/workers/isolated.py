@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import final
 
-from lgrpo.checks import check_range
 from lgrpo.rewards.base import AsyncReward, BatchReward, FailedScore, Reward, Score, WrappedReward
-from lgrpo.rewards.workers.fork_server import Limits
+from lgrpo.rewards.workers.fork_server import Scoring
 from lgrpo.rewards.workers.pool import ScoringError, WorkerPool
 from lgrpo.types import Completion, Prompt
-
-
-@dataclass(kw_only=True, frozen=True)
-class Scoring:
-    """Worker processes that run a reward, and their limits."""
-
-    num_workers: int = 2
-    """Number of processes for each reward on each rank."""
-    timeout: float = 10.0
-    """Seconds a completion may take before its worker is killed and replaced."""
-    memory_gib: float = 2.0
-    """Memory a worker may take in addition to what it starts with."""
-    output_mib: float = 16.0
-    """Size of the output of a worker for a completion, and of any file it writes."""
-    failure_score: float = 0.0
-    """Reward of a completion whose scoring failed."""
-    mask_failures: bool = False
-    """Take completions whose scoring failed out of the loss. They still count among their siblings."""
-
-    def __post_init__(self) -> None:
-        check_range("scoring.num_workers", self.num_workers, at_least=1)
-        check_range("scoring.timeout", self.timeout, above=0)
-        check_range("scoring.memory_gib", self.memory_gib, above=0)
-        check_range("scoring.output_mib", self.output_mib, above=0)
-        if not math.isfinite(self.failure_score):
-            raise ValueError(f"scoring.failure_score is {self.failure_score}; it must be a finite number")
 
 
 @final
@@ -92,14 +63,9 @@ class Isolated(WrappedReward):
         Isolated.__init__(self, **state)  # type: ignore[arg-type]
 
     def _open(self) -> WorkerPool:
-        limits = Limits(
-            timeout=self.scoring.timeout,
-            memory=int(self.scoring.memory_gib * 2**30),
-            output=int(self.scoring.output_mib * 2**20),
-        )
         with self._lock:
             if self._pool is None:
-                self._pool = WorkerPool(self.reward, self.scoring.num_workers, limits)
+                self._pool = WorkerPool(self.reward, self.scoring)
             return self._pool
 
     def _scores(self, future: Future[list[Score]], size: int) -> list[Score]:

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from lgrpo.rewards.base import NOT_YET, AsyncReward, BatchReward, Failure, Score
-from lgrpo.rewards.workers.fork_server import ForkServer, Limits
+from lgrpo.rewards.workers.fork_server import ForkServer, Scoring
 from lgrpo.types import Completion, Prompt
 
 _MAX_ANSWER_BYTES = 2**20
@@ -91,10 +91,9 @@ class WorkerPool:
     workers that failed. ``close`` ends the processes; jobs that are not done raise an error.
     """
 
-    def __init__(self, reward: BatchReward, num_workers: int, limits: Limits) -> None:
+    def __init__(self, reward: BatchReward, scoring: Scoring) -> None:
         self.reward = reward
-        self.num_workers = num_workers
-        self.limits = limits
+        self.scoring = scoring
         self.capacity = reward.concurrency if isinstance(reward, AsyncReward) else 1
         """Number of concurrent jobs of a worker."""
         self.workers: list[Worker] = []
@@ -105,7 +104,7 @@ class WorkerPool:
         self._num_jobs = 0
         self._wake_receiver, self._wake_sender = Pipe(duplex=False)
         self._is_woken = False
-        self.fork_server = ForkServer(reward, limits)
+        self.fork_server = ForkServer(reward, scoring)
         self._thread = threading.Thread(target=self._run, name="reward-workers", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -160,7 +159,7 @@ class WorkerPool:
             free = [w for w in self.workers if len(w.jobs) < capacity and not any(j.is_alone for j in w.jobs.values())]
             if free:
                 worker = min(free, key=lambda w: len(w.jobs))
-            elif len(self.workers) < self.num_workers:
+            elif len(self.workers) < self.scoring.num_workers:
                 worker = Worker(*self.fork_server.fork_worker())
                 self.workers.append(worker)
             else:
@@ -168,7 +167,7 @@ class WorkerPool:
             self._waiting.popleft()
             self._num_jobs += 1
             grace = _CONCURRENT_GRACE if self.capacity > 1 else 0.0
-            job.deadline = time.monotonic() + self.limits.timeout + grace
+            job.deadline = time.monotonic() + self.scoring.timeout + grace
             worker.jobs[self._num_jobs] = job
             worker.send((self._num_jobs, job.prompts, job.completions))
 
@@ -186,7 +185,7 @@ class WorkerPool:
             if worker.pipe in ready:
                 self._read_answer(worker)
             elif worker.jobs and time.monotonic() >= min(job.deadline for job in worker.jobs.values()):
-                self._replace(worker, "timeouts", f"a score took longer than {self.limits.timeout:g} s")
+                self._replace(worker, "timeouts", f"a score took longer than {self.scoring.timeout:g} s")
 
     def _read_answer(self, worker: Worker) -> None:
         try:
@@ -195,7 +194,7 @@ class WorkerPool:
             self._replace(worker, "crashes", "the process of a reward ended")
             return
         if "flood" in answer:
-            self._replace(worker, "output", f"a score printed or wrote more than {self.limits.output / 2**20:g} MiB")
+            self._replace(worker, "output", f"a score printed or wrote more than {self.scoring.output_mib:g} MiB")
             return
         job = worker.jobs.pop(answer["job"], None)
         if job is None:

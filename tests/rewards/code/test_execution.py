@@ -452,8 +452,8 @@ def sandbox_request(program, allow_files, temporary="/tmp"):
         check=True,
     )
     prefix, python = prefixes.stdout.split()
-    settings = code(allow_files=allow_files, allow_network=allow_files)._request()
-    settings |= {"command": [python, "-I", "-S"], "visible": [prefix, python], "temporary": str(temporary)}
+    settings = code(allow_files=allow_files, allow_network=allow_files)._request
+    settings = settings | {"command": [python, "-I", "-S"], "visible": [prefix, python], "temporary": str(temporary)}
     return settings | {"program": program.encode(), "tests": None, "stdin": b"", "timeout": 20.0}
 
 
