@@ -23,12 +23,11 @@ from lgrpo.metrics import Amplifications, StepMetrics
 from lgrpo.policy import CausalPolicy
 from lgrpo.policy.checkpoint import drop_omitted_weights, restore_omitted_weights
 from lgrpo.policy.memory import check_memory
-from lgrpo.policy.precision import check_precision, compute_dtype
 from lgrpo.policy.reference import Reference, ReferenceLogprobs, make_reference
-from lgrpo.policy.sharding import check_strategy, clip_gradients, shard
+from lgrpo.policy.strategy import check_precision, check_strategy, clip_gradients, compute_dtype, shard
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.loggers import StepLog, log_evaluation, tolerate_failures
-from lgrpo.run.resume import ResumeSettings, SettingsOwner, collect_settings, load_state, save_state
+from lgrpo.run.resume import ResumeSettings, describe, load_state, save_state
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
 
 
@@ -195,5 +194,9 @@ class GRPOModule(L.LightningModule):
         return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     def _resume_settings(self) -> ResumeSettings:
-        owners: list[SettingsOwner] = [self.policy, rollout_owner(self.trainer), *rollout_callbacks(self.trainer)]
-        return collect_settings(self.trainer, self.loss, owners)
+        settings = {"loss": describe(self.loss), "world size": self.trainer.world_size}
+        settings["trainer.accumulate_grad_batches"] = self.trainer.accumulate_grad_batches
+        settings |= self.policy.resume_settings() | rollout_owner(self.trainer).resume_settings()
+        for callback in rollout_callbacks(self.trainer):
+            settings |= callback.resume_settings()
+        return settings

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 
 from lgrpo.report import find_checkpoints, headlines, write_summary
+from lgrpo.report.evaluations import with_error
 
 
 def add_config_of_run(args: list[str]) -> list[str]:
@@ -61,7 +62,6 @@ def print_metrics(metrics: dict[str, float]) -> None:
     test/length         7.0000
     """
     width = max(map(len, metrics), default=0) + 2
-    for name, value in metrics.items():
+    for name in metrics:
         if not name.endswith("_stderr"):
-            error = metrics.get(f"{name}_stderr")
-            print(f"{name:<{width}}{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+            print(f"{name:<{width}}{with_error(metrics, name)}")

@@ -45,14 +45,14 @@ def plan_table(config: Namespace) -> str:
         micro_batches = num_micro_batches(completions // num_ranks, longest_row, budget)
     rows_each = completions / micro_batches / num_ranks
     rows = [
-        ("schedule", _adaptive_schedule(adaptive, reuse) if adaptive else _schedule(period, reuse)),
+        ("schedule", _schedule(sync, reuse)),
         (
             "rollout",
             f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each",
         ),
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
         ("micro-batches", _micro_batches(micro_batches, ranks, rows_each, budget)),
-        ("sync", _adaptive_sync(adaptive) if adaptive else _sync(period, reuse)),
+        ("sync", _sync(sync, reuse)),
         ("lags that occur", _lags(adaptive.maximum if adaptive else period, reuse, at_most=adaptive is not None)),
         *_whole_run(config, adaptive.maximum if adaptive else period, adaptive.minimum if adaptive else None),
         ("zero-variance groups", _zero_variance_groups(config)),
@@ -68,7 +68,10 @@ def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None
     return f"at least {number} in each step on {ranks}, of {budget:,} tokens at most (more if prompts are longer)"
 
 
-def _schedule(period: int | None, reuse: int) -> str:
+def _schedule(sync: Namespace, reuse: int) -> str:
+    if "budget" in sync:
+        return f"v by measurement, {sync.minimum} to {sync.maximum}, i = {reuse}: off-policy as far as a budget allows"
+    period = sync.get("period")
     v = "∞" if period is None else str(period)
     kind = {
         (True, True): "on-policy GRPO",
@@ -79,19 +82,13 @@ def _schedule(period: int | None, reuse: int) -> str:
     return f"v = {v}, i = {reuse}: {kind}"
 
 
-def _adaptive_schedule(sync: Namespace, reuse: int) -> str:
-    return f"v by measurement, {sync.minimum} to {sync.maximum}, i = {reuse}: off-policy as far as a budget allows"
-
-
-def _sync(period: int | None, reuse: int) -> str:
-    if period is None:
+def _sync(sync: Namespace, reuse: int) -> str:
+    if "budget" in sync:
+        budget = "its default budget" if sync.budget is None else f"{sync.budget:g}"
+        return f"when {sync.criterion} reaches {budget}, after {sync.minimum} to {sync.maximum} rollouts"
+    if (period := sync.get("period")) is None:
         return "before the first rollout only"
     return f"every {period} rollouts, {period * reuse} steps"
-
-
-def _adaptive_sync(sync: Namespace) -> str:
-    budget = "its default budget" if sync.budget is None else f"{sync.budget:g}"
-    return f"when {sync.criterion} reaches {budget}, after {sync.minimum} to {sync.maximum} rollouts"
 
 
 def _lags(period: int | None, reuse: int, at_most: bool = False) -> str:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from lgrpo.commands.settings import policy_from_settings
 from lgrpo.policy import LoRA, add_adapter
 from lgrpo.policy.memory import activation_bytes, format_bytes, logit_bytes
-from lgrpo.policy.precision import COMPUTE_DTYPES
+from lgrpo.policy.strategy import COMPUTE_DTYPES
 
 
 def memory_rows(config: Namespace, tokens: float) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.checks import check_range
 from lgrpo.data.collate import Group, as_rewards, collate_rollout
 from lgrpo.data.prompts import Prompts, prompts_at
-from lgrpo.data.scorer import Scorer
+from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.hooks import call_stage, policy_owner
 from lgrpo.run.checkpoints import gather_ranks
@@ -152,7 +152,7 @@ class Evaluator:
         settings = self.settings
         ranks = self.trainer.global_rank, self.trainer.world_size
         problems = prompts_at(self.prompts, settings.positions(len(self.prompts), *ranks))
-        scores_of = self.scorer.collect(problems)
+        scores_of = GroupScores(self.scorer, problems)
         disable = None if show_progress else True  # None: only in a terminal
         bar = tqdm(total=len(problems), desc=self.name or "validation", unit="problem", disable=disable)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.checks import check_range
 from lgrpo.data.collate import Group, as_rewards, collate_rollout, completions_of
 from lgrpo.data.prompts import Prompts, prompts_at
-from lgrpo.data.scorer import Scorer
+from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import Score
@@ -97,7 +97,8 @@ class RolloutSampler:
 
     def rescore(self, groups: Sequence[RolloutBatch]) -> list[list[Score]]:
         """Ask the reward again for the scores of groups that were sampled earlier."""
-        scores_of = self.scorer.collect(prompts_at(self.prompts, [int(group.positions[0]) for group in groups]))
+        prompts = prompts_at(self.prompts, [int(group.positions[0]) for group in groups])
+        scores_of = GroupScores(self.scorer, prompts)
         for index, group in enumerate(groups):
             scores_of(index, completions_of(group, self.tokenizer, self.sampling))
         scores = scores_of.result()
@@ -108,7 +109,7 @@ class RolloutSampler:
     def _sample_groups(self, positions: Sequence[int]) -> list[Group]:
         prompts = prompts_at(self.prompts, positions)
         with self._stage("generate"):
-            scores_of = self.scorer.collect(prompts)
+            scores_of = GroupScores(self.scorer, prompts)
             answers = self.engine.generate(
                 prompts, self.group_size, self.sampling, self.seed, self.tokenizer, scores_of
             )

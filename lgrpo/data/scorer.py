@@ -17,8 +17,8 @@ _MAX_CONCURRENT_GROUPS = 32
 class Scorer:
     """A task's reward as a run uses it: parts that may do harm run in workers with limits.
 
-    For each generation, pass ``collect(prompts)`` to the engine as ``on_group``, then take its ``result()``. ``close``
-    ends the threads and workers.
+    For each generation, pass ``GroupScores`` to the engine as ``on_group``, then take its ``result()``. ``close`` ends
+    the threads and workers.
     """
 
     def __init__(self, reward: BatchReward, scoring: Scoring | None) -> None:
@@ -34,10 +34,6 @@ class Scorer:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="score")
         self._has_succeeded = False
         self._has_warned = False
-
-    def collect(self, prompts: Sequence[Prompt]) -> GroupScores:
-        """Return a callback that scores the completions of these prompts as they arrive."""
-        return GroupScores(self, prompts)
 
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Score a group in a thread. Completions with a recorded score keep it."""

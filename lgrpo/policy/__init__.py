@@ -3,14 +3,6 @@
 from lgrpo.policy.adapters import LoRA, add_adapter, is_reference
 from lgrpo.policy.causal import CausalPolicy
 from lgrpo.policy.loading import character_tokenizer
-from lgrpo.policy.reference import AdapterReference, make_reference
+from lgrpo.policy.reference import make_reference
 
-__all__ = [
-    "AdapterReference",
-    "CausalPolicy",
-    "LoRA",
-    "add_adapter",
-    "character_tokenizer",
-    "is_reference",
-    "make_reference",
-]
+__all__ = ["CausalPolicy", "LoRA", "add_adapter", "character_tokenizer", "is_reference", "make_reference"]

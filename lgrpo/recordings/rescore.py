@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.data.scorer import Scorer
-from lgrpo.recordings.recording import RecordedGroup, Recording, with_column, write_recording
+from lgrpo.data.scorer import GroupScores, Scorer
+from lgrpo.recordings.recording import Recording, with_column, write_recording
 from lgrpo.recordings.tokens import tokenised
 from lgrpo.rewards import FailedScore, NotYet, Score, Scoring
 from lgrpo.tasks import Task
@@ -49,9 +49,10 @@ def rescore(path: str, out: Path, task: Task, scoring: Scoring | None, tokenizer
     scorer = Scorer(task.reward, scoring)
     scores: dict[int, Score] = {}
     try:
-        for groups in _slices(recording.groups):
+        for first in range(0, len(recording.groups), _NUM_GROUPS_AT_ONCE):
+            groups = recording.groups[first : first + _NUM_GROUPS_AT_ONCE]
             prompts = [task_rows.with_row(recording.prompt_of(group, tokenizer), recording.name) for group in groups]
-            scores_of = scorer.collect(prompts)
+            scores_of = GroupScores(scorer, prompts)
             for index, group in enumerate(groups):
                 scores_of(index, with_tokens.completions(group.rows, "task"))
             for group, found in zip(groups, scores_of.result(), strict=True):
@@ -102,11 +103,6 @@ class _TaskRows:
     def _by_prompt(self) -> dict[str, Mapping[str, Any]]:
         rows = [row for split in ("validation", "train") for row in self.task.rows(split)]
         return {self.task.template.render(row, self.tokenizer)[0]: row for row in rows}
-
-
-def _slices(groups: list[RecordedGroup]) -> Iterator[list[RecordedGroup]]:
-    for first in range(0, len(groups), _NUM_GROUPS_AT_ONCE):
-        yield groups[first : first + _NUM_GROUPS_AT_ONCE]
 
 
 def _shared(metadata: list[dict[str, Any]]) -> dict[str, Any]:

@@ -37,12 +37,13 @@ def headlines(metrics: dict[str, float]) -> list[str]:
     >>> headlines({"test/pass@1": 0.5, "test/pass@1_stderr": 0.1, "test/pass@2": 0.7, "test/aime/pass@1": 0.25})
     ['test/pass@1 0.5000 ± 0.1000', 'test/aime/pass@1 0.2500']
     """
-    found = []
-    for name, value in metrics.items():
-        if name.endswith("pass@1"):
-            error = metrics.get(f"{name}_stderr")
-            found.append(f"{name} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
-    return found
+    return [f"{name} {with_error(metrics, name)}" for name in metrics if name.endswith("pass@1")]
+
+
+def with_error(metrics: dict[str, float], name: str) -> str:
+    """Return a metric with its standard error, if it has one, as text."""
+    error = metrics.get(f"{name}_stderr")
+    return f"{metrics[name]:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def write_summary(table: dict[int, dict[str, float]], path: Path) -> str:

@@ -52,40 +52,12 @@ _TIME = [
     "divergence",
 ]
 _FAULT = ["engine_failures", "nonfinite_steps", "checkpoint_writes", "file_writes", "logger_writes"]
-_MONITOR = [
-    "gain",
-    "gain_varied",
-    "gain_rollout",
-    "zero_variance_fraction",
-    "s",
-    "s_bernoulli",
-    "coefficient",
-    "coefficient_bernoulli",
-    "surrogate",
-    "surrogate_bernoulli",
-    "tv",
-    "tv_pinsker",
-    "tv_proximal",
-    "tv_proximal_pinsker",
-    "bound_2",
-    "bound_2_bernoulli",
-    "bound_2_pinsker",
-    "bound_1",
-    "bound_1_bernoulli",
-    "bound_1_pinsker",
-    "bound_2_positive",
-    "kl",
-    "kl_k3",
-    "tv_rms",
-    "chi_squared",
-    "effective_sample_size",
-    "ratio_q01",
-    "ratio_max",
-    "clip_fraction_positive",
-    "clip_fraction_negative",
-    "clip_fraction",
-    "lag_0",
-]
+_MONITOR = ["gain", "gain_varied", "gain_rollout", "zero_variance_fraction"]
+_MONITOR += [f"{term}{of_s}" for term in ("s", "coefficient", "surrogate") for of_s in ("", "_bernoulli")]
+_MONITOR += [f"{term}{of_tv}" for term in ("tv", "tv_proximal") for of_tv in ("", "_pinsker")]
+_MONITOR += [f"bound_{factor}{kind}" for factor in (2, 1) for kind in ("", "_bernoulli", "_pinsker")]
+_MONITOR += ["bound_2_positive", "kl", "kl_k3", "tv_rms", "chi_squared", "effective_sample_size"]
+_MONITOR += ["ratio_q01", "ratio_max", "clip_fraction_positive", "clip_fraction_negative", "clip_fraction", "lag_0"]
 _CALIBRATION = ["predicted", "realised", "error", "reward"]
 _SYNC = ["divergence"]
 _VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference"]

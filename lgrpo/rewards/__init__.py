@@ -15,10 +15,9 @@ from lgrpo.rewards.base import (
 from lgrpo.rewards.code import CodeExecution
 from lgrpo.rewards.combined import FunctionReward, WeightedSum
 from lgrpo.rewards.countdown import CountdownEquation
-from lgrpo.rewards.length import CompletionLength, Shortest
+from lgrpo.rewards.length import CompletionLength, OverlongPenalty, Shortest
 from lgrpo.rewards.match import ExactMatch, NumericMatch
 from lgrpo.rewards.math import MathVerify
-from lgrpo.rewards.overlong import OverlongPenalty
 from lgrpo.rewards.reasoning_gym import ReasoningGymScore
 from lgrpo.rewards.text import RegexMatch, TagFormat
 from lgrpo.rewards.workers import Isolated, Scoring

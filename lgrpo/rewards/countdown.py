@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from lgrpo.types import Completion, Prompt
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MAX_LENGTH = 200
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 @final
@@ -92,14 +94,8 @@ def evaluate(expression: str) -> tuple[Fraction, Counter[int]]:
             case ast.Constant(value=int(value)) if not isinstance(value, bool):
                 used[value] += 1
                 return Fraction(value)
-            case ast.BinOp(left, ast.Add(), right):
-                return walk(left) + walk(right)
-            case ast.BinOp(left, ast.Sub(), right):
-                return walk(left) - walk(right)
-            case ast.BinOp(left, ast.Mult(), right):
-                return walk(left) * walk(right)
-            case ast.BinOp(left, ast.Div(), right):
-                return walk(left) / walk(right)
+            case ast.BinOp(left, sign, right) if type(sign) in _OPERATIONS:
+                return _OPERATIONS[type(sign)](walk(left), walk(right))
         raise ValueError("only whole numbers and + - * / are allowed")
 
     return walk(ast.parse(expression, mode="eval").body), used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, final
 
 from lgrpo.rewards.base import Reward
@@ -24,12 +25,9 @@ class MathVerify(Reward):
         Args:
             field: Field of the dataset row that holds the answer.
         """
-        try:
-            import math_verify
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("MathVerify needs math-verify: pip install 'lgrpo[math]'") from error
+        if find_spec("math_verify") is None:
+            raise ModuleNotFoundError("MathVerify needs math-verify: pip install 'lgrpo[math]'")
         self.field = field
-        self._library = math_verify.__name__
 
     def required_fields(self) -> set[str]:
         return {self.field}
@@ -45,10 +43,14 @@ class MathVerify(Reward):
         return None if number is None else f"{number:.12g}"
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
-        gold = parse(f"${prompt.row[self.field]}$")
+        from math_verify import parse, verify
+
+        # no timeouts: they work in the main thread only, and Isolated has one, too
+        gold = parse(f"${prompt.row[self.field]}$", parsing_timeout=None)
         if not gold:
             raise ValueError(f"field {self.field!r} of the data is not mathematics: {prompt.row[self.field]!r}")
-        return float(equal(gold, parse(from_last_box(completion.text))))
+        answer = parse(from_last_box(completion.text), parsing_timeout=None)
+        return float(verify(gold, answer, timeout_seconds=None))
 
 
 def last_boxed(text: str) -> str | None:
@@ -89,17 +91,3 @@ def normal_form(answer: str) -> str:
     for variant, form in _NORMAL_FORMS.items():
         answer = answer.replace(variant, form)
     return "".join(answer.split()).rstrip(".")
-
-
-def parse(text: str) -> list[Any]:
-    """Return the expressions math-verify reads in a text; an empty list if it cannot."""
-    from math_verify import parse as read
-
-    return read(text, parsing_timeout=None)  # its timeout works in the main thread only; Isolated has one, too
-
-
-def equal(gold: list[Any], answer: list[Any]) -> bool:
-    """Return whether two parsed answers are equal."""
-    from math_verify import verify
-
-    return bool(verify(gold, answer, timeout_seconds=None))

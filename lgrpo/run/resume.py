@@ -6,9 +6,8 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import lightning as L
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 CHECKPOINT_FORMAT = 2
@@ -47,24 +46,6 @@ CHANGEABLE = {
 
 class ResumeError(ValueError):
     """A checkpoint that this run cannot be resumed from."""
-
-
-class SettingsOwner(Protocol):
-    """An object with settings to compare when a run is resumed."""
-
-    def resume_settings(self) -> ResumeSettings: ...
-
-
-def collect_settings(trainer: L.Trainer, loss: Any, owners: Iterable[SettingsOwner]) -> ResumeSettings:
-    """Return the settings that a checkpoint stores and a resumed run is compared with."""
-    settings: ResumeSettings = {
-        "loss": describe(loss),
-        "world size": trainer.world_size,
-        "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
-    }
-    for owner in owners:
-        settings |= owner.resume_settings()
-    return settings
 
 
 def save_state(checkpoint: dict[str, Any], settings: ResumeSettings, **state: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 from lgrpo.checks import check_range
@@ -22,12 +22,7 @@ _TAGGED = Template(
     ),
     example_answer="<answer> {solution} </answer>",
 )
-_OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-}
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 @final

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lgrpo.checks import check_range
 from lgrpo.rewards import BatchReward
 from lgrpo.tasks.base import Split, Task
-from lgrpo.tasks.rows import LocatedRow, Row, RowStream, Table
+from lgrpo.tasks.rows import LocatedRow, Row, RowStream
 from lgrpo.tasks.source import Data, Source, has_splits, open_source
 from lgrpo.tasks.template import Template
 
@@ -175,13 +175,10 @@ class RowTask(Task):
         return open_source(self._train, self._subset, self._validation_split)
 
     def _read_table(self, split: Split, source: Source, is_shuffled: bool) -> Iterator[_Numbered]:
-        """Return an iterator over the rows of a set with their numbers, in order or shuffled by the seed."""
+        """Yield the rows of a set with their numbers, in order or shuffled by the seed."""
         table = source.table()
         if len(table) == 0:
             raise ValueError(f"the {split} set is empty: {source.name}")
-        return self._read_rows(table, split, is_shuffled)
-
-    def _read_rows(self, table: Table, split: Split, is_shuffled: bool) -> Iterator[_Numbered]:
         order, num_left_out = list(range(len(table))), 0
         if is_shuffled:
             random.Random(f"{self.subset_seed} {split}").shuffle(order)

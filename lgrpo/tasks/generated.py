@@ -12,15 +12,23 @@ from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.template import Template
 
 
-def _held_out(rows: list[dict[str, Any]], num_held_out: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Shuffle rows by a seed and keep the first ones for validation."""
-    check_range("num_held_out", num_held_out, above=0, below=len(rows), reason="the number of problems")
-    random.Random(seed).shuffle(rows)
-    return {"validation": rows[:num_held_out], "train": rows[num_held_out:]}
+class _Enumerated(Task):
+    """Task whose problems are all known. Some of them, chosen by a seed, are kept for validation."""
+
+    def __init__(
+        self, rows: list[dict[str, Any]], num_held_out: int, seed: int, template: Template, reward: BatchReward
+    ) -> None:
+        super().__init__(template, reward)
+        check_range("num_held_out", num_held_out, above=0, below=len(rows), reason="the number of problems")
+        random.Random(seed).shuffle(rows)
+        self._rows = {"validation": rows[:num_held_out], "train": rows[num_held_out:]}
+
+    def rows(self, split: Split) -> Sequence[Mapping[str, Any]]:
+        return self._rows[split]
 
 
 @final
-class SortDigits(Task):
+class SortDigits(_Enumerated):
     """Write the digits of a number in ascending order: the answer to ``4821>`` is ``1248``."""
 
     def __init__(
@@ -39,18 +47,14 @@ class SortDigits(Task):
             template: Template that turns a row into a prompt.
             reward: Reward of a completion.
         """
-        super().__init__(template, reward)
         check_range("num_digits", num_digits, at_least=2, at_most=6)
         numbers = (f"{n:0{num_digits}d}" for n in range(10**num_digits))
         rows = [{"question": n, "answer": (a := "".join(sorted(n))), "solution": a} for n in numbers]
-        self._rows = _held_out(rows, num_held_out, seed)
-
-    def rows(self, split: Split) -> Sequence[Mapping[str, Any]]:
-        return self._rows[split]
+        super().__init__(rows, num_held_out, seed, template, reward)
 
 
 @final
-class Arithmetic(Task):
+class Arithmetic(_Enumerated):
     """Compute a sum, a difference or a product of two numbers: the answer to ``12+34=`` is ``46``."""
 
     def __init__(
@@ -71,7 +75,6 @@ class Arithmetic(Task):
             template: Template that turns a row into a prompt.
             reward: Reward of a completion.
         """
-        super().__init__(template, reward)
         check_range("num_digits", num_digits, at_least=1, at_most=3)
         results = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
         numbers = range(10**num_digits)
@@ -81,7 +84,4 @@ class Arithmetic(Task):
             for a in numbers
             for b in numbers
         ]
-        self._rows = _held_out(rows, num_held_out, seed)
-
-    def rows(self, split: Split) -> Sequence[Mapping[str, Any]]:
-        return self._rows[split]
+        super().__init__(rows, num_held_out, seed, template, reward)
