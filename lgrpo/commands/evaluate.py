@@ -33,11 +33,7 @@ def add_config_of_run(args: list[str]) -> list[str]:
 def evaluate_checkpoints(trainer: L.Trainer, evaluate: Callable[..., Any], run: Path, file_name: str) -> None:
     """Evaluate every checkpoint of a run; print the metrics and write them to ``run/evaluations/file_name``.
 
-    Args:
-        trainer: Trainer that evaluates.
-        evaluate: ``trainer.validate`` or ``trainer.test`` with the model and the data bound.
-        run: Folder of the run.
-        file_name: Name of the JSON file.
+    ``evaluate`` is ``trainer.validate`` or ``trainer.test`` with the model and the data bound.
     """
     table: dict[int, dict[str, float]] = {}
     for step, path in find_checkpoints(run).items():

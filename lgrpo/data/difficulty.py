@@ -31,9 +31,6 @@ class DifficultySampling:
 
         >>> DifficultySampling(field="level", weights={"5": 2.0}, rest=1.0).weight({"level": 5})
         2.0
-
-        Raises:
-            ValueError: If the row does not have the field.
         """
         if self.field not in row:
             raise ValueError(f"difficulty.field is {self.field!r}, but the row has only {sorted(row)}")

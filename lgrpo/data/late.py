@@ -41,11 +41,8 @@ class LateGroups:
         (rewards NaN, outside the loss). Further complete groups are appended. Neither ``self`` nor ``batch`` changes,
         so an interrupt cannot lose or duplicate a group.
 
-        Args:
-            batch: Rollout as sampled; unknown rewards are NaN.
-            rescore: Function that asks for scores again.
-            oldest_step: Optimizer step before which a group is too old and dropped.
-            rescore_own: Whether to ask for the rollout's groups too, because it was sampled some time ago.
+        Groups sampled before ``oldest_step`` are dropped. ``rescore_own`` asks for scores of the rollout's groups too,
+        because it was sampled some time ago.
         """
         if not self.waiting and not bool(batch.rewards.isnan().any()):
             return batch, LateGroups()

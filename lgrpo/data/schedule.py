@@ -43,13 +43,7 @@ class RolloutSchedule:
         return self.lead > 0 or self.generate_ahead or self.engine.can_overlap
 
     def reset(self, trainer: L.Trainer, sample: Callable[[range], list[RolloutBatch]], rollouts_per_epoch: int) -> None:
-        """Discard the rollouts of an earlier fit.
-
-        Args:
-            trainer: Trainer of the fit.
-            sample: Function that samples and scores a range of rollouts.
-            rollouts_per_epoch: Number of rollouts in a Lightning epoch.
-        """
+        """Discard the rollouts of an earlier fit. ``sample`` samples and scores a range of rollouts of this one."""
         self._queue.close()
         self._queue = RolloutQueue(sample, self._on_sampled, self.engine.can_overlap)
         self._rollouts_per_epoch = rollouts_per_epoch

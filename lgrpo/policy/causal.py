@@ -126,14 +126,9 @@ class CausalPolicy(nn.Module):
         """The largest number of tokens, prompt and completion together, that the model supports."""
         return self.config.get_text_config().max_position_embeddings
 
-    @property
-    def is_built(self) -> bool:
-        """Whether the weights are loaded."""
-        return "model" in self._modules
-
     def build(self) -> None:
         """Load or initialise the weights. Does nothing the second time."""
-        if self.is_built:
+        if "model" in self._modules:
             return
         self.model = load_model(
             self.name,

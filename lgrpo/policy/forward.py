@@ -17,11 +17,8 @@ def is_packed(attention: str) -> bool:
 def hidden_states(model: PreTrainedModel, tokens: Tensor, is_read: Tensor, packed: bool) -> Tensor:
     """Return the last hidden states [N, H] of the tokens to read, row after row.
 
-    Args:
-        model: Causal language model.
-        tokens: Token ids, [B, T].
-        is_read: Tokens to read, [B, T]: a prefix of each row. The rest of the row is padding.
-        packed: Concatenate the rows instead of padding them.
+    ``is_read`` [B, T] is a prefix of each row of ``tokens`` [B, T]; the rest of the row is padding. With ``packed`` the
+    rows are concatenated instead of padded.
     """
     if not packed:
         return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[is_read]

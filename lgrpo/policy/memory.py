@@ -63,11 +63,8 @@ def check_memory(policy: CausalPolicy, trainer: L.Trainer, budget: int | None) -
 def check_token_budget(budget: int, required: Callable[[float], float], state: float, free: float) -> None:
     """Raise a ``ValueError`` if a micro-batch needs more memory than is free.
 
-    Args:
-        budget: Number of tokens in a micro-batch.
-        required: Bytes of activations and logits as a function of the number of tokens.
-        state: Bytes of gradients and optimizer state, which are not allocated yet.
-        free: Free bytes.
+    ``budget`` is its number of tokens, ``required`` returns the bytes of activations and logits of so many tokens, and
+    ``state`` are the bytes of gradients and optimizer state, which are not allocated yet.
     """
     if required(budget) + state > free:
         fitting = max(0, bisect(range(budget), free - state, key=required) - 1)

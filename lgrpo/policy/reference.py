@@ -7,7 +7,6 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from lgrpo.policy import adapters
 from lgrpo.policy.causal import CausalPolicy
@@ -38,9 +37,6 @@ class AdapterReference:
             )
         policy.free_gathered()
         adapters.copy_to_reference(policy.model)
-
-    def shard_fsdp2(self, mesh: DeviceMesh) -> None:
-        """Do nothing: the policy's model contains the adapter."""
 
 
 Reference: TypeAlias = CausalPolicy | AdapterReference

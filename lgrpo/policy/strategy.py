@@ -28,7 +28,7 @@ def shard(
     """
     if isinstance(strategy, ModelParallelStrategy) and mesh is not None:
         policy.shard_fsdp2(mesh["data_parallel"])
-        if reference is not None:
+        if isinstance(reference, CausalPolicy):  # otherwise it is an adapter in the policy's model
             reference.shard_fsdp2(mesh["data_parallel"])
     if isinstance(strategy, FSDPStrategy):
         policy = policy.shard_fsdp1(strategy.mixed_precision)

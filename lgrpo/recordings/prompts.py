@@ -38,7 +38,7 @@ class RecordedPrompts(Task):
 
     @property
     def template(self) -> Template:
-        return _RecordedTemplate(self.task.template, self._token_ids)
+        return _RecordedTemplate(self.task.template, self._first_rows)
 
     def rows(self, split: Split) -> Sequence[Row]:
         return self._rows if split == "train" else self.task.rows(split)
@@ -74,10 +74,6 @@ class RecordedPrompts(Task):
     def _rows(self) -> list[Row]:
         return [{**self._recording.row_of(row), _TEXT: prompt} for prompt, row in self._first_rows.items()]
 
-    @cached_property
-    def _token_ids(self) -> dict[str, list[int] | None]:
-        return {prompt: row["prompt_token_ids"] for prompt, row in self._first_rows.items()}
-
 
 class _RecordedReward(WrappedReward):
     """The other task's reward, which requires fields of a recorded row only when it scores a completion of it."""
@@ -111,9 +107,9 @@ class _RecordedReward(WrappedReward):
 class _RecordedTemplate(Template):
     """Recorded prompts with their recorded tokens; rows of the other task with its template."""
 
-    def __init__(self, template: Template, token_ids: Mapping[str, list[int] | None]) -> None:
+    def __init__(self, template: Template, recorded: Mapping[str, Mapping[str, Any]]) -> None:
         self.inner = template
-        self.token_ids = token_ids
+        self.recorded = recorded
 
     def fields(self) -> set[str]:
         return set()
@@ -122,4 +118,4 @@ class _RecordedTemplate(Template):
         if _TEXT not in row:
             return self.inner.render(row, tokenizer)
         text = row[_TEXT]
-        return text, self.token_ids[text] or tokenizer(text).input_ids
+        return text, self.recorded[text]["prompt_token_ids"] or tokenizer(text).input_ids

@@ -54,12 +54,9 @@ _LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "f
 
 
 def write_recording(rows: Sequence[Mapping[str, Any]] | pa.Table, metadata: Mapping[str, Any], path: Path) -> None:
-    """Write a file atomically; replace one of the same name.
+    """Write rows with the names of ``SCHEMA`` to a file, atomically; missing values are null.
 
-    Args:
-        rows: Rows with the names of ``SCHEMA``; missing values are null.
-        metadata: Task, model, tokenizer and sampling of all rows. Stored as JSON in the file's metadata.
-        path: Path of the file.
+    ``metadata`` (task, model, tokenizer and sampling of all rows) is stored as JSON in the file's metadata.
     """
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows), schema=SCHEMA)
     table = table.replace_schema_metadata({_KEY: json.dumps({"format": _FORMAT, **metadata}, default=str).encode()})
@@ -101,9 +98,7 @@ class Recording:
     def read(cls, path: str | Sequence[str]) -> Recording:
         """Read a file, a folder of Parquet files (as ``RolloutRecorder`` writes it), or several of either.
 
-        Raises:
-            FileNotFoundError: If a path does not exist.
-            ValueError: If something is invalid or missing; the message says what and where.
+        An error says what is invalid or missing, and where.
         """
         paths = [path] if isinstance(path, str) else list(path)
         files = [file for one in paths for file in _files(one)]
@@ -166,9 +161,7 @@ class Recording:
     def completions(self, rows: Sequence[int], rewards: Literal["recorded", "task"]) -> list[Completion]:
         """Return the completions in some rows of the table, which must have token ids.
 
-        Args:
-            rows: Row numbers.
-            rewards: Whether completions keep their recorded reward, or are to be scored by the task.
+        They keep their recorded rewards if ``rewards`` asks for them; otherwise the task is to score them.
         """
         return [_completion(row, rewards == "recorded") for row in self.table.take(rows).to_pylist()]
 

@@ -163,13 +163,10 @@ def _notes(runs: list[RunRecord]) -> list[str]:
     """Return warnings about the comparison of the runs."""
     if len({run.task for run in runs}) > 1:
         return ["These runs train on different tasks: their rewards and pass@k cannot be compared."]
-    if len({_evaluation(run) for run in runs}) > 1:
+    evaluations = [{k: v for k, v in run.settings.items() if k.startswith("data.evaluation.")} for run in runs]
+    if any(evaluation != evaluations[0] for evaluation in evaluations):
         return ["These runs are validated differently (data.evaluation): compare their pass@k with care."]
     return []
-
-
-def _evaluation(run: RunRecord) -> str:
-    return json.dumps({k: v for k, v in run.settings.items() if k.startswith("data.evaluation.")}, default=str)
 
 
 def _curve(points: Points) -> list[list[Any]]:

@@ -69,12 +69,7 @@ class ReasoningGymScore(Reward):
 
 
 def generator(name: str, config: Mapping[str, Any] | None, *, seed: int, size: int) -> Any:
-    """Return a generator of reasoning-gym.
-
-    Raises:
-        ModuleNotFoundError: If reasoning-gym is not installed.
-        ValueError: If the generator, or one of its settings, does not exist.
-    """
+    """Return a generator of reasoning-gym; raise a ``ValueError`` if it, or one of its settings, does not exist."""
     try:
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec

@@ -70,12 +70,7 @@ def load_state(checkpoint: dict[str, Any], settings: ResumeSettings) -> dict[str
 
 
 def compare_settings(old: ResumeSettings, new: ResumeSettings) -> None:
-    """Warn about changed settings, and raise a ``ResumeError`` if one of them must not change.
-
-    Args:
-        old: Settings of the run that wrote the checkpoint.
-        new: Settings of this run.
-    """
+    """Warn about settings that changed since the checkpoint, and raise a ``ResumeError`` if one must not change."""
     changed = [name for name in new if name in old and old[name] != new[name]]
     if refused := [_line(name, old, new, REQUIRED[name]) for name in changed if name in REQUIRED]:
         raise ResumeError(

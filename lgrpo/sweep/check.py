@@ -11,9 +11,7 @@ from lgrpo.sweep.grid import Arm, Grid, SweepError
 def check_grid(grid: Grid, parser: ArgumentParser) -> None:
     """Raise a ``SweepError`` for a setting or metric that no run has; its message names the nearest one that exists.
 
-    Args:
-        grid: Grid to check.
-        parser: Parser of the arguments of ``lgrpo fit``.
+    ``parser`` is that of ``lgrpo fit``.
     """
     exit_on_error, parser.exit_on_error = parser.exit_on_error, False
     try:

@@ -123,13 +123,7 @@ class _Processes:
 def run_all(runs: list[SweepRun], jobs: int, report: Callable[[str], None]) -> list[SweepRun]:
     """Run every run that is not finished, ``jobs`` at a time, and return the failed ones.
 
-    Args:
-        runs: Runs of the sweep.
-        jobs: Number of processes at the same time.
-        report: Function that receives one line per run that ends.
-
-    Raises:
-        KeyboardInterrupt: After every running process has written its checkpoint.
+    ``report`` receives one line per run that ends. Ctrl-C is raised after every process has written its checkpoint.
     """
     states = {id(run): run.state for run in runs}  # raises before any run starts
     environment = dict(os.environ)

@@ -30,12 +30,7 @@ def is_data_file(path: str) -> bool:
 
 
 def read_file(path: str) -> Iterator[LocatedRow]:
-    """Return an iterator over the rows of a data file.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: If its content is invalid; the message says what and where.
-    """
+    """Return an iterator over the rows of a data file. An error says what is invalid, and where."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no data file {path}")
     return _READERS[_suffix(path)](path)

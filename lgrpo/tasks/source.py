@@ -126,12 +126,7 @@ class HubSource(Source):
 
 
 def open_source(data: Data, subset: str | None, split: str) -> Source:
-    """Return the source that ``data`` names.
-
-    Raises:
-        FileNotFoundError: If it looks like a file or a folder that does not exist.
-        ValueError: If the format of the file is not supported, or the folder lacks the split.
-    """
+    """Return the source that ``data`` names; raise an error if there is none, or it lacks the split."""
     if isinstance(data, list):
         return ListSource(data)
     path = Path(data).expanduser()
