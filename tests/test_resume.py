@@ -98,6 +98,57 @@ def test_with_sampled_rollouts_that_have_no_advantages_yet(tmp_path, advantage):
         fit(**again | {"data": data | {"num_prompts": 8, "group_size": 2}}, ckpt_path=str(tmp_path / "step=4.ckpt"))
 
 
+def saved_at(folder, moment):
+    """Return a ModelCheckpoint that writes ``last.ckpt`` at the end of each epoch, or at each step."""
+    every = {"every_n_train_steps": 1} if moment == "step" else {"every_n_epochs": 1}
+    return ModelCheckpoint(folder, save_last=True, save_top_k=0, enable_version_counter=False, **every)
+
+
+@pytest.mark.parametrize("limit", ["epochs", "steps"])
+@pytest.mark.parametrize("moment", ["step", "epoch end", "after fit"])
+def test_several_resumes_across_epochs(tmp_path, moment, limit):
+    """Each attempt adds as many steps as it should, counts its epochs, and the last one ends like one run."""
+
+    def run(epochs, callbacks=(), ckpt_path=None):
+        given = {"max_epochs": epochs} if limit == "epochs" else {"max_epochs": -1, "max_steps": 4 * epochs}
+        trainer = given | {"accumulate_grad_batches": 2, "default_root_dir": str(tmp_path)}
+        return fit(
+            **SETTINGS | {"rollouts": 2},
+            callbacks=[ExactResume(), *callbacks],
+            trainer=trainer | {"enable_checkpointing": bool(callbacks)},
+            ckpt_path=ckpt_path,
+        )
+
+    straight = run(4)
+    last = tmp_path / "last.ckpt"
+    for epochs in (1, 2, 3, 4):
+        attempt = run(
+            epochs,
+            [] if moment == "after fit" else [saved_at(tmp_path, moment)],
+            str(last) if epochs > 1 else None,
+        )
+        if moment == "after fit":
+            attempt.trainer.save_checkpoint(last)
+        assert attempt.trainer.global_step == 4 * epochs
+        assert attempt.trainer.fit_loop.epoch_progress.current.started == epochs
+    assert largest_difference(straight.weights, attempt.weights) == 0
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize(("first", "second"), [(2, 3), (2, 4), (2, 6), (4, 6), (4, 7), (5, 6), (5, 7)])
+def test_two_resumes_with_the_same_number_of_epochs(tmp_path, first, second):
+    def run(folder, ckpt_path=None):
+        callbacks = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1), ExactResume()]
+        trainer = {"default_root_dir": str(folder), "enable_checkpointing": True}
+        return fit(v=3, rollouts=2, epochs=4, callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path)
+
+    straight = run(tmp_path / "straight")
+    run(tmp_path / "again", str(tmp_path / "straight" / f"step={first}.ckpt"))
+    twice = run(tmp_path / "twice", str(tmp_path / "again" / f"step={second}.ckpt"))
+    assert twice.trainer.global_step == straight.trainer.global_step == 8
+    assert largest_difference(straight.weights, twice.weights) == 0
+
+
 def test_no_line_of_a_log_file_is_written_twice(tmp_path):
     """Lines written after the checkpoint, and a line cut short by a crash, are removed on resume."""
 

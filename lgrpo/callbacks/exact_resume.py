@@ -76,6 +76,7 @@ class ExactResume(L.Callback):
             )
         if trainer.global_step:
             warn_about_optimizer(trainer)
+            count_next_epoch(trainer)
         if self._validation_is_due:  # the process ended between a step and its validation, which Lightning would skip
             self._validation_is_due = False
             trainer.validating = True
@@ -91,6 +92,18 @@ class ExactResume(L.Callback):
             policy_owner(trainer).add_metric("fault/checkpoint_writes", checkpoint_io.num_failures - self._failures)
             self._failures = checkpoint_io.num_failures
         torch.manual_seed(hash((self.seed, trainer.global_rank, trainer.global_step, micro_batch)) % 2**63)
+
+
+def count_next_epoch(trainer: L.Trainer) -> None:
+    """Count the epoch that follows a checkpoint taken at the end of an epoch, which Lightning starts without counting.
+
+    Later checkpoints would hold too few epochs, and a run resumed from one of them would train for longer.
+    """
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress
+    if loop.restarted_mid_epoch and epochs.current.processed == epochs.current.started and not loop.done:
+        epochs.increment_ready()
+        epochs.increment_started()
 
 
 def warn_about_optimizer(trainer: L.Trainer) -> None:
