@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from pathlib import Path
 
 import lightning as L
@@ -215,6 +219,21 @@ class TestChangedSettings:
             fit(**settings(folder), ckpt_path=str(tmp_path / "half.ckpt"))
 
 
+def zip_file_without_a_checkpoint():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("data.txt", "nothing")
+    return file.getvalue()
+
+
+def flip_a_bit_of_a_weight(path):
+    state = torch.load(path, weights_only=True)
+    weight = next(tensor for name, tensor in state["state_dict"].items() if tensor.numel() > 1000)
+    data = bytearray(path.read_bytes())
+    data[data.index(weight.numpy().tobytes()) + 1001] ^= 1
+    path.write_bytes(bytes(data))
+
+
 class TestDamage:
     @pytest.fixture
     def folder(self, tmp_path):
@@ -239,7 +258,7 @@ class TestDamage:
             path = folder / f"step={step}.ckpt"
             path.write_bytes(path.read_bytes()[:-100])
             os.utime(path, (step, step))
-        with pytest.warns(UserWarning, match=r"damaged, so not used: step=4\.ckpt, step=3\.ckpt .* step=2\.ckpt"):
+        with pytest.warns(UserWarning, match=r"damaged, so not used: step=3\.ckpt, step=4\.ckpt .* step=2\.ckpt"):
             assert newest_checkpoint(folder).name == "step=2.ckpt"
         for step in (1, 2):
             (folder / f"step={step}.ckpt").write_bytes(b"")
@@ -262,6 +281,32 @@ class TestDamage:
             path.write_bytes(b"nothing")
         with pytest.raises(SystemExit, match="lgrpo: all 3 checkpoints in"):
             main([*options, "--ckpt_path=last"])
+
+    def test_the_highest_step_is_newest_whatever_the_modification_times(self, folder):
+        for step in (1, 2, 3, 4):
+            os.utime(folder / f"step={step}.ckpt", (9 - step, 9 - step))
+        assert newest_checkpoint(folder).name == "step=4.ckpt"
+        shutil.copy(folder / "step=4.ckpt", folder / "last.ckpt")
+        assert newest_checkpoint(folder).name == "last.ckpt"
+        (folder / "other.ckpt").write_bytes(zip_file_without_a_checkpoint())
+        assert newest_checkpoint(folder).name == "last.ckpt"
+
+    @pytest.mark.parametrize("command", ["fit", "validate", "test", "test --checkpoints"])
+    def test_a_changed_weight_is_refused_by_every_command(self, tmp_path, command):
+        run, copy = tmp_path / "run", tmp_path / "copy"
+        options = [*SMALL, "--trainer.enable_progress_bar=false", "--data.num_rollouts=2", "--trainer.max_epochs=1"]
+        main(["fit", *options, f"--run={run}"])
+        path = run / "checkpoints" / "step=2.ckpt"
+        flip_a_bit_of_a_weight(path)
+        (run / "checkpoints" / "last.ckpt").unlink()
+        arguments = {
+            "fit": ["fit", *options, f"--run={copy}", f"--ckpt_path={path}"],
+            "validate": ["validate", *options, f"--ckpt_path={path}"],
+            "test": ["test", *options, f"--ckpt_path={path}"],
+            "test --checkpoints": ["test", f"--checkpoints={run}"],
+        }
+        with pytest.raises(ValueError, match=r"the checkpoint .*step=2\.ckpt is damaged"):
+            main(arguments[command])
 
     def test_unfinished_files_are_removed(self, folder):
         (folder / f"last.ckpt{PART}").write_bytes(b"half")
@@ -572,6 +617,39 @@ def test_a_checkpoint_executes_no_code(tmp_path):
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             main([command, f"--config={TINY}", *run, f"--ckpt_path={tmp_path / 'bomb.ckpt'}"])
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"policy": {"name": "FOLDER", "config": None, "characters": None, "trust_remote_code": True}},
+        {"policy": {"name": "FOLDER", "config": None, "characters": None}},
+        {"loss": {"class_path": "lgrpo_planted_module.Loss"}},
+    ],
+    ids=["code of a model", "another model", "class"],
+)
+def test_a_checkpoint_changes_no_setting(tmp_path, monkeypatch, command, setting):
+    """LightningCLI would merge the ``hyper_parameters`` of a checkpoint into the configuration."""
+    run, executed = tmp_path / "run", tmp_path / "executed"
+    options = [*SMALL, "--trainer.enable_progress_bar=false", "--data.num_rollouts=1", "--trainer.max_epochs=1"]
+    main(["fit", *options, f"--run={run}"])
+    (tmp_path / "lgrpo_planted_module.py").write_text(f"open({str(executed)!r}, 'w')\nclass Loss: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "planted", "auto_map": {"AutoConfig": "configuration_planted.PlantedConfig"}})
+    )
+    (model / "configuration_planted.py").write_text(f"open({str(executed)!r}, 'w')\n")
+    planted = json.loads(json.dumps(setting).replace("FOLDER", str(model)))
+    state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) | {"hyper_parameters": planted}
+    torch.save(state, tmp_path / "planted.ckpt")
+    resume = [f"--run={run}", "--trainer.max_epochs=2"] if command == "fit" else []
+    main([command, *options, *resume, f"--ckpt_path={tmp_path / 'planted.ckpt'}"])
+    assert not executed.exists()
+    if command == "fit":
+        assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
 def test_signal_handlers_are_restored_after_a_fit():

@@ -100,10 +100,10 @@ def count_next_epoch(trainer: L.Trainer) -> None:
     Later checkpoints would hold too few epochs, and a run resumed from one of them would train for longer.
     """
     loop = trainer.fit_loop
-    epochs = loop.epoch_progress
-    if loop.restarted_mid_epoch and epochs.current.processed == epochs.current.started and not loop.done:
-        epochs.increment_ready()
-        epochs.increment_started()
+    current: Any = loop.epoch_progress.current
+    if loop.restarted_mid_epoch and current.processed == current.started and not loop.done:
+        loop.epoch_progress.increment_ready()
+        loop.epoch_progress.increment_started()
 
 
 def warn_about_optimizer(trainer: L.Trainer) -> None:

@@ -65,8 +65,7 @@ def main(args: list[str]) -> None:
 
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint at ``path``, or the newest one of a run folder; raise if it is damaged."""
-    from lgrpo.run.checkpoints import SIZES, damage, newest_checkpoint
-    from lgrpo.run.sharded import META
+    from lgrpo.run.checkpoints import META, SIZES, damage, newest_checkpoint
 
     is_sharded = (path / SIZES).exists() or (path / META).exists()
     if path.is_dir() and not is_sharded:

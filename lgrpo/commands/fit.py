@@ -36,6 +36,7 @@ from lgrpo.commands.run_folder import claim_training_folder, evaluation_folder
 from lgrpo.data import RolloutDataModule
 from lgrpo.module import GRPOModule
 from lgrpo.report import closing_line, draw_curves, read_series
+from lgrpo.run.checkpoints import write_atomically
 from lgrpo.run.folder import RunFolder
 from lgrpo.run.metrics_logger import MetricsLogger
 
@@ -164,7 +165,9 @@ class LGRPOCLI(LightningCLI):
             kwargs["enable_progress_bar"] = False  # Lightning's bar counts tasks; the evaluation shows problems
             if settings.trainer.logger is None:
                 kwargs["logger"] = False
-        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        write_atomically(trainer)
+        return trainer
 
     def fit(self, **kwargs: Any) -> None:
         """Train, close the engine, and print where the results are.
@@ -208,6 +211,9 @@ class LGRPOCLI(LightningCLI):
             if self.trainer.is_global_zero:
                 print_metrics(logged_metrics(self.trainer))
         self.datamodule.engine.close()
+
+    def _parse_ckpt_path(self) -> None:
+        """Take no settings from a checkpoint: ``class_path`` and ``trust_remote_code`` in it would execute code."""
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)

@@ -60,9 +60,9 @@ def write_summary(table: dict[int, dict[str, float]], path: Path) -> str:
 
 
 def _step(path: Path) -> int:
-    import torch  # here because the other functions of the package start faster without it
+    from lgrpo.run.checkpoints import saved_step  # here because the other functions of the package start faster without
 
-    try:
-        return int(torch.load(path, map_location="meta", weights_only=True, mmap=True)["global_step"])
-    except Exception as error:
-        raise SystemExit(f"lgrpo: {path} cannot be read as a checkpoint ({type(error).__name__})") from error
+    step = saved_step(path)
+    if step is None:
+        raise SystemExit(f"lgrpo: {path} cannot be read as a checkpoint")
+    return step

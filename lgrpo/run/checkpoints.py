@@ -18,12 +18,14 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 
 PART = ".part"
 """Suffix of a checkpoint that is being written."""
+META = "meta.pt"
+"""File with the parts of a sharded checkpoint that are not sharded: counters, rollouts, the engine's weights."""
 SIZES = "sizes.json"
 """File with the sizes of the other files of a sharded checkpoint."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its target, flushes it to disk, and renames it.
+    """Writes a checkpoint beside its target, flushes it to disk, and renames it. Checks a checkpoint before loading it.
 
     If that fails (the disk is full, the folder read-only), training continues with a warning, and no earlier checkpoint
     is removed, not even the one that this checkpoint should have replaced.
@@ -67,7 +69,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint, without executing code from it unless ``weights_only`` is False."""
+        """Load a checkpoint; raise if it is damaged. No code in it is executed unless ``weights_only`` is False."""
+        if Path(path).is_file() and (found := damage(Path(path))):
+            raise ValueError(f"the checkpoint {path} is damaged: {found}")
         return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -151,20 +155,37 @@ def write_sizes(folder: Path) -> None:
     (folder / SIZES).write_text(json.dumps(sizes), encoding="utf-8")
 
 
+def saved_step(path: Path) -> int | None:
+    """Return the optimizer step of a checkpoint, read without its tensors; None if it cannot be read."""
+    try:
+        file = path / META if path.is_dir() else path
+        return int(torch.load(file, map_location="meta", weights_only=True, mmap=True)["global_step"])
+    except Exception:  # a damaged file raises errors of many kinds
+        return None
+
+
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the newest complete checkpoint of a folder. Warn about newer ones that are damaged."""
-    paths = sorted(folder.glob("*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name.startswith("last")))
-    damaged: list[Path] = []
-    for path in reversed(paths):
+    """Return the complete checkpoint of a folder with the highest step. Warn about those that are damaged.
+
+    The step is read from the file: the modification time changes when a folder is copied.
+    """
+    steps = {path: saved_step(path) for path in folder.glob("*.ckpt")}
+    damaged = {path for path, step in steps.items() if step is None and not is_complete(path)}
+
+    def order(path: Path) -> tuple[int, bool, int]:
+        step = steps[path]
+        return -1 if step is None else step, path.name.startswith("last"), path.stat().st_mtime_ns
+
+    for path in sorted(steps.keys() - damaged, key=order, reverse=True):
         if is_complete(path):
             if damaged:
-                names = ", ".join(p.name for p in damaged)
+                names = ", ".join(sorted(path.name for path in damaged))
                 warnings.warn(
                     f"damaged, so not used: {names} in {folder}. Using {path.name}, the newest complete checkpoint",
                     stacklevel=2,
                 )
             return path
-        damaged.append(path)
+        damaged.add(path)
     if damaged:
         raise FileNotFoundError(f"all {len(damaged)} checkpoints in {folder} are damaged")
     raise FileNotFoundError(f"there is no checkpoint in {folder} to resume from")

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from lgrpo.run.checkpoints import AtomicCheckpointIO, damage
-
-META = "meta.pt"
-"""File with the parts of a sharded checkpoint that are not sharded: counters, rollouts, the engine's weights."""
+from lgrpo.run.checkpoints import META, AtomicCheckpointIO, damage
 
 
 def consolidate(folder: Path, path: Path) -> None:
