@@ -261,18 +261,11 @@ class PolicyWeights:
         return cls(config=config, tensors=adapter.merged, adapter=adapter)
 
     @classmethod
-    def of(
-        cls,
-        config: PretrainedConfig,
-        tensors: Mapping[str, Tensor],
-        rank: int | None = None,
-        base: NamedTensors | None = None,
-    ) -> PolicyWeights:
-        """Return weights given as whole tensors or, with a rank, as an adapter's tensors and the base weights."""
-        if rank is None:
-            return cls(config=config, tensors=lambda: iter(tensors.items()))
-        assert base is not None
-        return cls.adapted(config, Adapter(rank=rank, base=base, tensors=lambda: iter(tensors.items())))
+    def of(cls, config: PretrainedConfig, held: Mapping[str, Tensor], adapter: Adapter | None = None) -> PolicyWeights:
+        """Return weights that an engine has held: whole tensors, or, with an adapter, other tensors of that adapter."""
+        if adapter is None:
+            return cls(config=config, tensors=lambda: iter(held.items()))
+        return cls.adapted(config, replace(adapter, tensors=lambda: iter(held.items())))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -213,11 +213,12 @@ class RolloutEngine(ABC):
             own.step, own.version, own.exhausted = state["step"], state["version"], state["exhausted"]
             self._suspended = None
             return
-        config, rank = AutoConfig.for_model(**state["config"]), state.get("adapter_rank")
-        base = None if policy is None or policy.adapter is None else policy.adapter.base
-        if rank is not None and base is None:
-            raise EngineError("the engine's state holds adapters, and the policy has none: set policy.lora")
-        weights = PolicyWeights.of(config, state["weights"], rank, base)
+        adapter = None
+        if (rank := state.get("adapter_rank")) is not None:
+            if policy is None or policy.adapter is None:
+                raise EngineError("the engine's state holds adapters, and the policy has none: set policy.lora")
+            adapter = replace(policy.adapter, rank=rank)
+        weights = PolicyWeights.of(AutoConfig.for_model(**state["config"]), state["weights"], adapter)
         if policy is not None:
             weights.compute_dtype = policy.compute_dtype
         self.replace_weights(weights, state["step"], state["version"])

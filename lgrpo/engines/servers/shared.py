@@ -116,11 +116,31 @@ class SharedServers:
             yield
 
     def recover(self, server: VLLMServer, failure: EngineFailure, cancelled: threading.Event) -> VLLMServer | None:
-        """Return a server in exchange for one that failed, or None, as ``ServerGroup.recover`` does."""
+        """Return a server in exchange for one that failed, or None, as ``ServerGroup.recover`` does.
+
+        Ranks other than 0 wait until rank 0 has restarted it.
+        """
+        group, limits = self.group, self.group.timeouts
         if not self.is_follower:
-            return self.group.recover(server, failure, cancelled)
-        with self.group.counted_restart():
-            return self._wait_for_rank_zero(server, failure, cancelled)
+            return group.recover(server, failure, cancelled)
+        with group.counted_restart():
+            group.budget.count_failure(failure)
+            deadline = time.monotonic() + limits.start + limits.reconnect + limits.sync
+            new = VLLMServer(server.url, server.api_key)
+            while time.monotonic() < deadline:
+                check_not_cancelled(cancelled)
+                time.sleep(0.5)
+                with contextlib.suppress(EngineFailure):
+                    if new.is_up():
+                        group.check_version(new, limits.sync)
+                        group.exchange(server, new)
+                        return new
+        server.is_unavailable = True
+        if not group.available:
+            raise EngineError(
+                f"{failure}. Rank 0 did not restart it in time, and no other server is available: {RESUME_ADVICE}"
+            )
+        return None
 
     def close(self) -> None:
         """Stop the health check. The group is closed separately."""
@@ -129,29 +149,6 @@ class SharedServers:
     def _view(self) -> SharedView:
         servers = [(server.url, server.api_key, server.is_unavailable) for server in self.group.servers]
         return SharedView(servers=servers, model=self.group.model, engine=self._engine_state())
-
-    def _wait_for_rank_zero(
-        self, server: VLLMServer, failure: EngineFailure, cancelled: threading.Event
-    ) -> VLLMServer | None:
-        """Wait until rank 0 has restarted a server."""
-        group, limits = self.group, self.group.timeouts
-        group.budget.count_failure(failure)
-        deadline = time.monotonic() + limits.start + limits.reconnect + limits.sync
-        new = VLLMServer(server.url, server.api_key)
-        while time.monotonic() < deadline:
-            check_not_cancelled(cancelled)
-            time.sleep(0.5)
-            with contextlib.suppress(EngineFailure):
-                if new.is_up():
-                    group.check_version(new, limits.sync)
-                    group.exchange(server, new)
-                    return new
-        server.is_unavailable = True
-        if not group.available:
-            raise EngineError(
-                f"{failure}. Rank 0 did not restart it in time, and no other server is available: {RESUME_ADVICE}"
-            )
-        return None
 
     def _start_health_check(self) -> None:
         """Start checking the servers in a thread, because other ranks may sample while this one trains."""

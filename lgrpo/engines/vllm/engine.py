@@ -30,7 +30,7 @@ from lgrpo.engines.vllm.runtime import (
     request_fields,
 )
 from lgrpo.functional import named_checksums, stream_seed
-from lgrpo.types import Adapter, NamedTensors, PolicyWeights
+from lgrpo.types import Adapter, PolicyWeights
 
 
 @final
@@ -99,8 +99,8 @@ class VLLMEngine(RolloutEngine):
         """vLLM, and how weights get into it; None before the first sync and after a failure."""
         self._llm_dtype: torch.dtype | None = None
         """Precision of the last vLLM, which a rebuilt one must have too."""
-        self._base: NamedTensors | None = None
-        """Base weights of the adapters, if only adapters are synced."""
+        self._adapter: Adapter | None = None
+        """The first adapter, whose base weights all others share, if only adapters are synced."""
         self._rescued: dict[str, Tensor] = {}
         """Weights read from a failed vLLM, until the next one has loaded them."""
         self._on_cpu = False
@@ -172,7 +172,7 @@ class VLLMEngine(RolloutEngine):
     def sleep(self) -> None:
         """Release vLLM's memory; the weights are kept in host memory if they will be needed again."""
         if self._loader is not None and self._sleeps:
-            is_needed = not self.state.exhausted or self._base is not None  # base weights are sent only once
+            is_needed = not self.state.exhausted or self._adapter is not None  # base weights are sent only once
             self._loader.llm.sleep(keep_weights=is_needed)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class VLLMEngine(RolloutEngine):
         """Build vLLM, for whole weights or for adapters on top of the base weights."""
         adapter = weights.adapter if self.adapters else None
         if adapter is not None:
-            self._base, self.state.adapter_rank = adapter.base, adapter.rank
+            self._adapter, self.state.adapter_rank = adapter, adapter.rank
         precision = self.dtype or self._llm_dtype or weights.compute_dtype
         self._llm_dtype = precision or next(iter(weights) if adapter is None else adapter.base())[1].dtype
         llm = self._build(weights.config, self._llm_dtype, adapter)
@@ -282,7 +282,7 @@ class VLLMEngine(RolloutEngine):
         self.close()
         self._rescued = weights
         try:
-            held = PolicyWeights.of(self.held_config(), weights, self.state.adapter_rank, self._base)
+            held = PolicyWeights.of(self.held_config(), weights, self._adapter)
             rebuilt = self.replace_weights(held, step, version)
             if self.verify:
                 manifest.compare(self.held_checksums(rebuilt))  # with the sync's manifest, not with what was rescued
