@@ -57,6 +57,7 @@ class RolloutOwner(Protocol):
     engine: RolloutEngine
     lead: int
     reuse: int
+    generate_ahead: bool
     behaviour_logprobs: Literal["engine", "policy"]
     tokenizer: PreTrainedTokenizerBase
     task: Task

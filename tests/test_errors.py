@@ -29,7 +29,8 @@ from tests.helpers import fit
         ({"data": {"sampling": Sampling(max_tokens=40)}}, "max_tokens is 40, but prompt and completion together"),
         ({"data": {"sampling": Sampling(max_tokens=30)}}, r"prompt 0 of the train set has 3 tokens, but only 2 fit"),
         ({"data": {"sampling": Sampling(top_p=0.9)}}, r"no longer a ratio of the policies.*data\.evaluation\.sampling"),
-        ({"v": 3, "data": {"behaviour_logprobs": "policy"}}, r"rollout 1 was sampled with the weights of step 0"),
+        ({"v": 3, "data": {"behaviour_logprobs": "policy"}}, r"period 3 most rollouts .* or set data\.generate_ahead"),
+        ({"v": None, "data": {"behaviour_logprobs": "policy"}}, r"period null most rollouts .* Use 'engine'$"),
     ],
 )
 def test_settings(settings, message):

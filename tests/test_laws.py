@@ -75,6 +75,17 @@ class TestAhead:
             assert own.logprobs_from == "policy"
             assert torch.allclose(own.behaviour_logprobs, expected.behaviour_logprobs, atol=1e-5)
 
+    @pytest.mark.parametrize(("v", "lead", "i"), [(3, 2, 1), (1, 2, 1), (2, 1, 2), (4, 1, 1), (1, 1, 2)])
+    def test_recomputed_with_a_lead(self, v, lead, i):
+        """Also for rollouts that are sampled while training on an earlier one begins."""
+        rollouts, data = 9, {"lead": lead, "generate_ahead": True}
+        plain = fit(v=v, i=i, rollouts=rollouts, data=data)
+        run = fit(v=v, i=i, rollouts=rollouts, data=data | {"behaviour_logprobs": "policy"})
+        assert run.recorder.lags == plain.recorder.lags
+        for own, expected in zip(run.recorder.rollouts, plain.recorder.rollouts, strict=True):
+            assert own.logprobs_from == "policy"
+            assert torch.allclose(own.behaviour_logprobs, expected.behaviour_logprobs, atol=1e-5)
+
     def test_lead_follows_paper_b(self):
         for v, lead in ((4, 0), (3, 2), (2, 5), (1, 1)):
             rollouts = 11
@@ -105,9 +116,19 @@ class TestAhead:
 
     def test_completions_beyond_max_lag_are_not_trained_on(self):
         run = fit(v=4, i=2, rollouts=4, data={"max_lag": 4})
-        assert [bool(batch.loss_mask.any()) for batch in run.recorder.rollouts] == [True, True, False, False]
-        assert [row["train/step_skipped"] for row in run.logged] == [0, 0, 0, 0, 1, 1, 1, 1]
-        assert max(row["train/lag_max"] for row in run.logged[:4]) <= 4
+        assert [row["train/step_skipped"] for row in run.logged] == [0, 0, 0, 0, 0, 1, 1, 1]
+        assert max(row["train/lag_max"] for row in run.logged[:5]) == 4
+        without = fit(v=4, i=2, rollouts=4, trainer={"max_steps": 5})
+        assert largest_difference(run.weights, without.weights) == 0  # SGD does not move in a skipped step
+
+    def test_passes_within_max_lag_are_trained_on(self):
+        """With several passes over a rollout, the first of them may be young enough."""
+        run = fit(v=1, i=3, rollouts=2, data={"max_lag": 1}, trainer={"accumulate_grad_batches": 2})
+        assert [row["train/step_skipped"] for row in run.logged] == [0, 0, 1, 0, 0, 1]
+        with pytest.raises(
+            ValueError, match=r"data\.max_lag is 1, but with data\.lead 2 .* at least 2 optimizer steps"
+        ):
+            build(data={"max_lag": 1, "lead": 2})
 
     def test_an_exhausted_engine_does_not_sample(self):
         """After the last rollout of a cycle the engine may have dropped its weights: another request is an error."""

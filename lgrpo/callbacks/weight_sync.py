@@ -79,6 +79,28 @@ class WeightSync(EngineSync):
     def __str__(self) -> str:
         return f"WeightSync(period={self.period})"
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        data = rollout_owner(trainer)
+        if stage != "fit" or data.behaviour_logprobs == "engine":
+            return
+        reason = "data.behaviour_logprobs is 'policy', which computes log π_α while the policy still equals π_α"
+        if self.period is None or (self.period > 1 and not data.generate_ahead):
+            raise ValueError(
+                f"{reason}, but with weight_sync.period {'null' if self.period is None else self.period} most rollouts "
+                "are sampled after the policy has changed. Use 'engine'"
+                + (
+                    ""
+                    if self.period is None
+                    else ", or set data.generate_ahead to sample a cycle before its first step"
+                )
+            )
+        if data.lead and data.engine.can_overlap:
+            raise ValueError(
+                f"{reason}, but with data.lead {data.lead} this engine samples in the background while the policy "
+                "changes. Use 'engine', or set data.lead to 0"
+            )
+
     def is_due(self, trainer: L.Trainer, rollout: int) -> bool:
         return is_sync_due(rollout, self.period, rollout_owner(trainer).lead)
 

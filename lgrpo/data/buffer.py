@@ -35,6 +35,8 @@ class RolloutBuffer:
         self._prepare = prepare
         self._rollouts_per_epoch = rollouts_per_epoch
         self._late = LateGroups()
+        self._step = -1
+        """Optimizer step for which the micro-batches were made."""
         self._micro_batches: list[RolloutBatch] = []
 
     def __len__(self) -> int:
@@ -42,15 +44,20 @@ class RolloutBuffer:
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         for index in range(self._trainer.fit_loop.batch_idx + 1, len(self)):
-            self._advance_to(self._trainer.global_step // self._schedule.reuse)
+            self._advance_to(self._trainer.global_step)
             yield self._micro_batches[index % self._trainer.accumulate_grad_batches]
 
-    def _advance_to(self, rollout: int) -> None:
-        """Make rollout k the current one, including its hooks, unless it already is."""
+    def _advance_to(self, step: int) -> None:
+        """Make the rollout of an optimizer step the current one, including its hooks, and begin the step's pass."""
+        rollout = step // self._schedule.reuse
         if self.rollout is None or self.rollout.rollout != rollout:
             self._hold(*self._prepare(rollout, self._late))  # after all steps: a checkpoint never has half a rollout
             call_stage(self._trainer, "update")
             self._schedule.release(self._trainer, rollout)
+        elif step != self._step:
+            self._prepare.next_pass(self.rollout)
+            self._hold(self.rollout, self._late)
+        self._step = step
 
     def _hold(self, batch: RolloutBatch, late: LateGroups) -> None:
         self.rollout, self._late = batch, late

@@ -82,8 +82,8 @@ class RolloutDataModule(L.LightningDataModule):
             generate_ahead: Whether to sample all rollouts up to the next sync in one call. The samples are the same,
                 in larger batches, and the engine sleeps once a cycle instead of once a rollout.
             lead: o, number of rollouts by which sampling precedes training; the lag grows by as many.
-            max_lag: Largest lag, in optimizer steps, of a completion that is trained on; by default unlimited.
-                Recorded completions have no lag.
+            max_lag: Largest lag, in optimizer steps, of a completion in a step on it; by default unlimited. With
+                ``reuse`` above 1 a completion may leave after its first passes. Recorded completions have no lag.
             micro_batch_tokens: Upper limit of tokens in a micro-batch, including prompts: sets
                 trainer.accumulate_grad_batches so that no lengths can exceed it. The gradient is the same.
             max_prompt_tokens: Upper limit of a prompt's length; by default the model's context minus a completion.
@@ -99,6 +99,12 @@ class RolloutDataModule(L.LightningDataModule):
             check_range(f"data.{name}", value, at_least=1)
         check_range("data.lead", lead, at_least=0)
         check_range("data.max_lag", max_lag, at_least=0)
+        if max_lag is not None and max_lag < lead * reuse:
+            raise ValueError(
+                f"data.max_lag is {max_lag}, but with data.lead {lead} and data.reuse {reuse} completions are at least "
+                f"{lead * reuse} optimizer steps old when they are trained on, so nothing would be: raise max_lag, or "
+                "lower the lead"
+            )
         check_range("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
         if sampling.is_truncated:
             raise ValueError(
@@ -122,6 +128,7 @@ class RolloutDataModule(L.LightningDataModule):
         if bad := [name for name in self.benchmarks if not name or "/" in name]:
             raise ValueError(f"data.benchmarks has {bad}: metrics are logged under the name, so it must have no slash")
         self.lead = lead
+        self.generate_ahead = generate_ahead
         self.max_lag = max_lag
         self.micro_batch_tokens = micro_batch_tokens
         self.max_prompt_tokens = max_prompt_tokens
@@ -245,7 +252,7 @@ class RolloutDataModule(L.LightningDataModule):
             "data.shuffle": self.shuffle,
             "data.sampling": describe(self.sampling),
             "data.dynamic_sampling": describe(self.dynamic_sampling),
-            "data.generate_ahead": self.schedule.generate_ahead,
+            "data.generate_ahead": self.generate_ahead,
             "data.behaviour_logprobs": self.behaviour_logprobs,
         }
 

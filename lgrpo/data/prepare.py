@@ -4,11 +4,13 @@
 
 1. ``RolloutSchedule.get`` waits until the rollout is sampled and scored.
 2. ``join_late_groups`` adds earlier groups whose scores have arrived and takes out groups that lack scores.
-3. ``mask_completions`` takes completions that are too old, or could not be scored, out of the loss.
+3. Completions that are too old (``data.max_lag``), or could not be scored, are taken out of the loss.
 4. ``set_advantages`` computes advantages from the rewards of all ranks.
 5. ``call_rollout_end`` lets callbacks shrink the loss mask further.
 6. ``set_totals`` sums the denominators of the loss and the rollout's metrics over all ranks: the masks are final.
 7. ``recompute_logprobs`` replaces the engine's log-probabilities by the policy's, if ``data.behaviour_logprobs`` asks.
+
+Before each further pass over the rollout, ``next_pass`` takes out completions that have become too old since.
 
 ``RolloutBatch.split`` then cuts the rollout into micro-batches. Their number is constant in a fit: it is
 ``trainer.accumulate_grad_batches``, or ``set_micro_batches`` derives it from ``data.micro_batch_tokens``.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import lightning as L
@@ -53,8 +55,7 @@ class RolloutPreparation:
         """Return rollout k, ready for training, and the groups that wait for scores from then on."""
         trainer, start = self.trainer, time.perf_counter()
         batch, sync_seconds = self.schedule.get(trainer, rollout)
-        last_step = trainer.global_step + self.schedule.reuse - 1  # step of the rollout's last pass
-        oldest_step = 0 if self.max_lag is None else last_step - self.max_lag
+        oldest_step = 0 if self.max_lag is None else trainer.global_step - self.max_lag
         rescore_own = self.schedule.is_sampled_early
         batch, late = join_late_groups(late, batch, self.rescore, oldest_step, rescore_own, trainer)
         if late.is_active and self.behaviour_logprobs == "policy":
@@ -62,7 +63,9 @@ class RolloutPreparation:
                 "a reward returned NOT_YET and data.behaviour_logprobs is 'policy': when a late group is trained, the "
                 "policy has changed since it was sampled. Use 'engine'"
             )
-        mask_completions(batch, last_step, self.max_lag, self.mask_failures)
+        self._mask_old(batch)
+        if self.mask_failures:
+            batch.loss_mask &= ~batch.failed[:, None]
         set_advantages(batch, self.advantage, self.seed, trainer)
         call_rollout_end(trainer, batch)
         batch.metrics |= {"time/sync": sync_seconds} | self._idle_times(start, batch.metrics["time/generate"])
@@ -70,6 +73,21 @@ class RolloutPreparation:
         if self.behaviour_logprobs == "policy":
             recompute_logprobs(batch, self.schedule.ready(), trainer)
         return batch, late
+
+    def next_pass(self, batch: RolloutBatch) -> None:
+        """Take completions out of the loss that have become too old since the last pass over their rollout."""
+        if self.max_lag is not None:
+            self._mask_old(batch)
+            local = torch.stack([batch.loss_mask.sum(), batch.loss_mask.any(1).sum()]).double()
+            summed = self.trainer.strategy.reduce(local.to(self.trainer.strategy.root_device), reduce_op="sum")
+            assert isinstance(summed, torch.Tensor)
+            live_tokens, live_sequences = summed.tolist()
+            batch.totals = replace(batch.totals, live_tokens=live_tokens, live_sequences=live_sequences)
+
+    def _mask_old(self, batch: RolloutBatch) -> None:
+        if self.max_lag is not None:
+            too_old = batch.lag(self.trainer.global_step) > self.max_lag  # False for recorded ones, whose lag is NaN
+            batch.loss_mask &= ~too_old[:, None]
 
     def _idle_times(self, start: float, generate_seconds: float) -> dict[str, float]:
         """Return the time the trainer waited for this rollout; from the second on, also shares of the time between."""
@@ -98,14 +116,6 @@ def join_late_groups(
         if "reward/failures" in batch.metrics:  # late scores may fail too
             batch.metrics["reward/failures"] = float(batch.failed[batch.is_known].sum())
     return padded_to(batch, size), late
-
-
-def mask_completions(batch: RolloutBatch, last_step: int, max_lag: int | None, mask_failures: bool) -> None:
-    """Take completions out of the loss that exceed ``max_lag`` at ``last_step``, or that could not be scored."""
-    if max_lag is not None:
-        batch.loss_mask &= ~(batch.lag(last_step) > max_lag)[:, None]  # False for recorded ones, whose lag is NaN
-    if mask_failures:
-        batch.loss_mask &= ~batch.failed[:, None]
 
 
 def set_advantages(batch: RolloutBatch, advantage: Advantage, seed: int, trainer: L.Trainer) -> None:
@@ -204,17 +214,15 @@ def recompute_logprobs(batch: RolloutBatch, ready: Sequence[RolloutBatch], train
     The rollout is split as it will be for training, so that its ratio starts at exactly 1.
     """
     step = trainer.global_step
-    if batch.logprobs_from == "policy":  # computed with the first rollout of its cycle
-        return
-    if (sampled_at := int(batch.behaviour_step.min())) != step:
+    sampled_at = int(batch.behaviour_step.min())
+    if batch.logprobs_from != "policy" and sampled_at != step:
         raise ValueError(
             f"data.behaviour_logprobs is 'policy', but rollout {batch.rollout} was sampled with the weights of "
-            f"step {sampled_at} and the policy is already at step {step}. With weight_sync.period above 1 set "
-            "data.generate_ahead, so that log-probabilities of a cycle are computed before its first step, or use "
-            "'engine'"
+            f"step {sampled_at} and the policy is already at step {step}. Use 'engine'"
         )
-    same_weights = [other for other in ready if int(other.behaviour_step.min()) == step]
-    for rollout in [batch, *(other for other in same_weights if other.rollout != batch.rollout)]:
+    for rollout in {other.rollout: other for other in (*ready, batch)}.values():
+        if rollout.logprobs_from == "policy" or int(rollout.behaviour_step.min()) != step:
+            continue  # computed before, or sampled from weights that the policy no longer has
         for piece in rollout.split(trainer.accumulate_grad_batches):
             width = piece.tokens.shape[1]
             rollout.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)

@@ -23,21 +23,27 @@ from lgrpo.tasks import SortDigits
 from tests.helpers import LowDigits, build, fit, largest_difference
 
 
-class Snapshots(RolloutCallback):
-    """Copies of policy and reference after every rollout's hooks."""
+class Snapshots(L.Callback):
+    """Copies of policy and reference at the beginning of every step."""
 
     def __init__(self):
         self.policy, self.reference = [], []
 
-    def on_rollout_end(self, trainer, pl_module, batch):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.policy.append({n: p.detach().clone() for n, p in pl_module.policy.named_parameters()})
         self.reference.append({n: p.detach().clone() for n, p in pl_module.reference.named_parameters()})
 
 
-def snapshots(refresh, rollouts=3, epochs=2):
+def snapshots(refresh, rollouts=3, epochs=2, lead=0):
     seen = Snapshots()
     callbacks = [refresh, seen] if refresh else [seen]
-    fit(rollouts=rollouts, epochs=epochs, loss=ClippedLoss(kl_coef=0.1), callbacks=callbacks)
+    fit(
+        rollouts=rollouts,
+        epochs=epochs,
+        loss=ClippedLoss(kl_coef=0.1),
+        callbacks=callbacks,
+        data={"lead": lead},
+    )
     return seen
 
 
@@ -57,6 +63,28 @@ class TestReferenceRefresh:
         seen = snapshots(ReferenceRefresh(period=2))
         for k in range(6):
             assert largest_difference(seen.reference[k], seen.policy[k // 2 * 2]) == 0
+
+    @pytest.mark.parametrize("lead", [1, 2])
+    def test_a_lead_of_sampling_does_not_move_it(self, lead):
+        """The reference follows training, also in the last rollouts, when nothing is left to sample."""
+        for refresh, period in ((ReferenceRefresh(), 3), (ReferenceRefresh(period=2), 2), (ReferenceRefresh(5), 5)):
+            seen = snapshots(refresh, lead=lead)
+            for k in range(6):
+                expected = seen.policy[k // period * period]
+                assert largest_difference(seen.reference[k], expected) == 0, (period, k)
+
+    def test_a_stage_that_ends_inside_a_rollout(self):
+        """With i = 2 an epoch of five batches ends after the first step on its third rollout."""
+        seen = Snapshots()
+        loss, trainer = ClippedLoss(kl_coef=0.1), {"limit_train_batches": 5}
+        fit(i=2, rollouts=3, epochs=3, loss=loss, callbacks=[ReferenceRefresh(), seen], trainer=trainer)
+        for step in range(15):
+            assert largest_difference(seen.reference[step], seen.policy[step // 5 * 5]) == 0, step
+
+    def test_a_second_fit_with_the_same_callback(self):
+        callback = ReferenceRefresh(period=2)
+        first, second = snapshots(callback), snapshots(callback)
+        assert all(largest_difference(a, b) == 0 for a, b in zip(first.reference, second.reference, strict=True))
 
     def test_moving_average(self):
         seen = snapshots(ReferenceRefresh(period=1, decay=0.75))
