@@ -53,8 +53,10 @@ def plan_table(config: Namespace) -> str:
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
         ("micro-batches", _micro_batches(micro_batches, ranks, rows_each, budget)),
         ("sync", _sync(sync, reuse)),
-        ("lags that occur", _lags(adaptive.maximum if adaptive else period, reuse, at_most=adaptive is not None)),
-        *_whole_run(config, adaptive.maximum if adaptive else period, adaptive.minimum if adaptive else None),
+        ("lags that occur", _lags(adaptive.maximum if adaptive else period, data, at_most=adaptive is not None)),
+        *_whole_run(
+            config, micro_batches, adaptive.maximum if adaptive else period, adaptive.minimum if adaptive else None
+        ),
         ("zero-variance groups", _zero_variance_groups(config)),
         *memory_rows(config, rows_each * longest),
     ]
@@ -91,35 +93,58 @@ def _sync(sync: Namespace, reuse: int) -> str:
     return f"every {period} rollouts, {period * reuse} steps"
 
 
-def _lags(period: int | None, reuse: int, at_most: bool = False) -> str:
+def _lags(period: int | None, data: Namespace, at_most: bool = False) -> str:
     """Return every lag, in optimizer steps, that a completion can have in an optimizer step on it."""
+    first = data.lead * data.reuse
     if period is None:
-        return "0, 1, 2, … to the end of the run (never synced again)"
-    last = period * reuse - 1
-    if last == 0:
-        return "0: every completion is fresh"
-    between = ", 1" if last == 2 else ", 1, …" if last > 2 else ""
-    ending = "at most" if at_most else f"again in every cycle of {period} rollouts"
-    return f"0{between}, {last} optimizer steps, {ending}"
+        last, text = None, "0, 1, 2, … to the end of the run (never synced again)"
+    else:
+        last = first + period * data.reuse - 1
+        numbers = [str(first), *([str(first + 1)] if last > first + 1 else []), *(["…"] if last > first + 2 else [])]
+        numbers += [str(last)] if last > first else []
+        ending = "at most" if at_most else f"again in every cycle of {period} rollouts"
+        text = "0: every completion is fresh" if last == 0 else f"{', '.join(numbers)} optimizer steps, {ending}"
+        if data.lead:
+            text += f"; less in the first {data.lead} rollouts"
+    if data.max_lag is not None and (last is None or last > data.max_lag):
+        text += f"; those above {data.max_lag} (data.max_lag) are not trained on"
+    return text
 
 
-def _whole_run(config: Namespace, period: int | None, min_period: int | None = None) -> list[tuple[str, str]]:
+def _num_syncs(rollouts: int, period: int | None, lead: int) -> int:
+    """Return the number of rollouts that a sync precedes.
+
+    >>> [_num_syncs(10, period=3, lead=lead) for lead in (0, 2)]
+    [4, 4]
+    """
+    from lgrpo.functional.sync_cycle import is_sync_due
+
+    return sum(is_sync_due(rollout, period, lead) for rollout in range(rollouts))
+
+
+def _whole_run(
+    config: Namespace, micro_batches: int, period: int | None, min_period: int | None = None
+) -> list[tuple[str, str]]:
     data, trainer = config.data, config.trainer
     if data.num_rollouts is None:
         return [("stage (epoch)", "one pass over the training prompts; set data.num_rollouts to choose its length")]
-    stage = ("stage (epoch)", f"{data.num_rollouts} rollouts, {data.num_rollouts * data.reuse} optimizer steps")
+    epoch_steps, limit = data.num_rollouts * data.reuse, trainer.limit_train_batches
+    if limit is not None:  # a number of batches, or a share of them
+        batches = epoch_steps * micro_batches
+        epoch_steps = (int(limit * batches) if isinstance(limit, float) else min(limit, batches)) // micro_batches
+    stage = ("stage (epoch)", f"{epoch_steps / data.reuse:g} rollouts, {epoch_steps} optimizer steps")
     limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        limits.append(trainer.max_epochs * data.num_rollouts * data.reuse)
+        limits.append(trainer.max_epochs * epoch_steps)
     elif trainer.max_epochs is None and not limits:
-        limits.append(1000 * data.num_rollouts * data.reuse)  # Lightning's default
+        limits.append(1000 * epoch_steps)  # Lightning's default
     if not limits:
         return [stage, ("whole run", "no end: neither trainer.max_epochs nor trainer.max_steps is set")]
     steps = min(limits)
     rollouts = -(-steps // data.reuse)
-    syncs = str(1 if period is None else -(-rollouts // period))
+    syncs = str(_num_syncs(rollouts, period, data.lead))
     if min_period is not None:
-        syncs += f" to {-(-rollouts // min_period)}"
+        syncs += f" to {_num_syncs(rollouts, min_period, data.lead)}"
     completions = rollouts * data.num_prompts * data.group_size
     whole = f"{rollouts} rollouts, {steps} optimizer steps, {syncs} syncs, {completions:,} completions"
     return [stage, ("whole run", whole)]

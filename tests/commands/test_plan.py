@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lgrpo.cli import main
 from tests.test_cli import CONFIGS, with_base
 
@@ -35,6 +37,37 @@ def test_the_lags_occur_in_a_run(capsys):
     rows = plan(capsys, "--weight_sync.period=3", "--data.reuse=2")
     assert rows["lags that occur"].startswith("0, 1, …, 5 ")
     assert set(fit(v=3, i=2, rollouts=6).recorder.lags) == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(("v", "lead", "i"), [(1, 1, 1), (1, 2, 2), (3, 2, 1), (2, 1, 3)])
+def test_lags_and_syncs_with_a_lead(capsys, v, lead, i):
+    from tests.helpers import fit
+
+    options = [f"--weight_sync.period={v}", f"--data.lead={lead}", f"--data.reuse={i}", "--data.num_rollouts=9"]
+    rows = plan(capsys, *options, "--trainer.max_epochs=1")
+    run = fit(v=v, i=i, rollouts=9, data={"lead": lead})
+    lags = run.recorder.lags[lead * i :]
+    words = rows["lags that occur"].split(" optimizer steps")[0].split(", ")
+    assert [int(words[0]), int(words[-1])] == [min(lags), max(lags)]
+    assert rows["lags that occur"].endswith(f"less in the first {lead} rollouts")
+    assert max(run.recorder.lags[: lead * i]) < max(lags)
+    assert f"{len(run.data.engine.state.ledger)} syncs" in rows["whole run"]
+
+
+def test_max_lag_and_limited_epochs(capsys):
+    rows = plan(capsys, "--data.max_lag=4", "--data.reuse=2", "--data.num_rollouts=8", "--trainer.max_epochs=3")
+    assert rows["lags that occur"].endswith("; those above 4 (data.max_lag) are not trained on")
+    assert rows["stage (epoch)"] == "8 rollouts, 16 optimizer steps"
+    for limit in ("10", "0.625"):
+        rows = plan(
+            capsys,
+            f"--trainer.limit_train_batches={limit}",
+            "--data.reuse=2",
+            "--data.num_rollouts=8",
+            "--trainer.max_epochs=3",
+        )
+        assert rows["stage (epoch)"] == "5 rollouts, 10 optimizer steps"
+        assert rows["whole run"].startswith("15 rollouts, 30 optimizer steps")
 
 
 def test_on_policy_offline_and_no_reference(capsys):
