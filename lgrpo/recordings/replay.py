@@ -18,7 +18,7 @@ from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import EngineError, Faults
 from lgrpo.engines.transformers import TransformersEngine
 from lgrpo.recordings.recording import RecordedGroup, Recording
-from lgrpo.recordings.tokens import check_completion_lengths, check_temperature, tokenised
+from lgrpo.recordings.tokens import check_completion_lengths, check_sampling, tokenised
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 
@@ -79,7 +79,7 @@ class ReplayEngine(RolloutEngine):
             raise ValueError(f"data.engine.siblings is {num_recorded}, but data.group_size is only {group_size}")
         recording = Recording.read(self.path)
         recording.check_tokenizer(tokenizer)
-        check_temperature(recording, sampling)
+        check_sampling(recording, sampling)
         recording.table = tokenised(recording, tokenizer)
         check_completion_lengths(recording, sampling.max_tokens)
         if self.rewards == "recorded" and (unscored := recording.table["reward"].null_count):

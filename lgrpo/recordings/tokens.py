@@ -12,16 +12,24 @@ from lgrpo.engines.completions import Sampling
 from lgrpo.recordings.recording import Recording, with_column
 
 
-def check_temperature(recording: Recording, sampling: Sampling) -> None:
-    """Raise an error if log-probabilities were recorded at another temperature: ratios to them would be wrong."""
+def check_sampling(recording: Recording, sampling: Sampling) -> None:
+    """Raise an error if log-probabilities are those of another distribution: ratios to them would be wrong."""
     if recording.table["logprobs"].null_count == len(recording.table):
         return
     for metadata in recording.metadata:
-        temperature = metadata.get("sampling", {}).get("temperature", sampling.temperature)
+        recorded = metadata.get("sampling", {})
+        temperature = recorded.get("temperature", sampling.temperature)
         if temperature != sampling.temperature:
             raise ValueError(
                 f"{recording.name} was sampled at temperature {temperature}, which its log-probabilities include, but "
                 f"data.sampling.temperature is {sampling.temperature}: set it to the same"
+            )
+        everything = {"top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0)}
+        if truncated := [name for name, values in everything.items() if recorded.get(name) not in values]:
+            raise ValueError(
+                f"{recording.name} was sampled with {', '.join(f'{name} {recorded[name]}' for name in truncated)}: its "
+                "log-probabilities are not those of a whole distribution, so there is no ratio to them. Remove the "
+                "column logprobs and choose a loss that needs none, such as configs/algorithms/asymre.yaml"
             )
 
 

@@ -465,3 +465,18 @@ def test_another_tokenizer_or_temperature(recorded, tmp_path):
     (tmp_path / "rollouts.txt").write_text("{}")
     with pytest.raises(ValueError, match="is not a file of rollouts"):
         replay(str(tmp_path / "rollouts.txt"))
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
+def test_truncated_sampling(recorded, tmp_path, truncation):
+    """Its log-probabilities are of no whole distribution; without them the completions can be used."""
+    table = Recording.read(recorded[1]).table
+    path, name = tmp_path / "truncated.parquet", next(iter(truncation))
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    write_recording(table, {"sampling": sampling}, path)
+    replay(str(path))
+    write_recording(table, {"sampling": sampling | truncation}, path)
+    with pytest.raises(ValueError, match=rf"was sampled with {name} {truncation[name]}: .* there is no ratio to them"):
+        replay(str(path))
+    write_recording(with_column(table, "logprobs", [None] * len(table)), {"sampling": sampling | truncation}, path)
+    replay(str(path), loss=ComposedLoss(regularisers=[BehaviourForwardKL()]))
