@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.losses import PolicyLoss
+from lgrpo.metrics import StepMetrics
 from lgrpo.policy import CausalPolicy
 from lgrpo.run.resume import ResumeSettings
 from lgrpo.tasks import Task
@@ -28,6 +29,7 @@ class PolicyOwner(Protocol):
 
     policy: CausalPolicy
     loss: PolicyLoss
+    step_metrics: StepMetrics
 
     @property
     def policy_step(self) -> int: ...

@@ -5,6 +5,7 @@ from lgrpo.callbacks.exact_resume import ExactResume
 from lgrpo.callbacks.finite_steps import FiniteSteps
 from lgrpo.callbacks.improvement_monitor import ImprovementMonitor
 from lgrpo.callbacks.interrupt import GracefulInterrupt
+from lgrpo.callbacks.mismatch_guard import MismatchGuard
 from lgrpo.callbacks.overlong_mask import OverlongMask
 from lgrpo.callbacks.progress import RolloutProgress
 from lgrpo.callbacks.rank_watch import RankWatch
@@ -24,6 +25,7 @@ __all__ = [
     "FiniteSteps",
     "GracefulInterrupt",
     "ImprovementMonitor",
+    "MismatchGuard",
     "OverlongMask",
     "RankWatch",
     "ReferenceRefresh",

@@ -22,6 +22,7 @@ from lgrpo.callbacks import (
     FiniteSteps,
     GracefulInterrupt,
     ImprovementMonitor,
+    MismatchGuard,
     RankWatch,
     ReferenceRefresh,
     RolloutProgress,
@@ -48,6 +49,7 @@ CALLBACK_KEYS = {
     "zero_variance_mask": ZeroVarianceMask,
     "validate_every": ValidateEvery,
     "finite_steps": FiniteSteps,
+    "mismatch_guard": MismatchGuard,
     "improvement_monitor": ImprovementMonitor,
 }
 """Settings that hold one callback each, so that a second config file changes one without repeating the others."""
@@ -118,6 +120,7 @@ class LGRPOCLI(LightningCLI):
             {
                 "weight_sync": {"class_path": "lgrpo.WeightSync"},
                 "finite_steps": {"class_path": "lgrpo.callbacks.FiniteSteps"},
+                "mismatch_guard": {"class_path": "lgrpo.callbacks.MismatchGuard"},
                 "checkpoint.save_last": True,
                 "checkpoint.filename": "{step}",
                 "checkpoint.enable_version_counter": False,  # last.ckpt is always the newest

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.engines import Sampling, text_before_stop
+from lgrpo.engines import Sampling, completion_text
 from lgrpo.rewards import FailedScore, NotYet, Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
 
@@ -92,7 +92,7 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
             Completion(
                 token_ids=token_ids,
                 logprobs=batch.behaviour_logprobs[row][sampled].tolist(),
-                text=text_before_stop(tokenizer.decode(token_ids, skip_special_tokens=True), sampling.stop or []),
+                text=completion_text(token_ids, sampling.stop or [], tokenizer),
                 finish_reason="length" if bool(batch.truncated[row]) else "stop",
                 behaviour_step=int(batch.behaviour_step[row]),
             )

@@ -1,7 +1,7 @@
 """Engines sample completions from the behaviour policy."""
 
 from lgrpo.engines.base import BORROWED, EngineState, NoWeightsError, RolloutEngine, Timeouts
-from lgrpo.engines.completions import Generation, OnGroup, Sampling, text_before_stop
+from lgrpo.engines.completions import Generation, OnGroup, Sampling, completion_text
 from lgrpo.engines.manifest import SyncRecord, WeightSyncError
 from lgrpo.engines.pool.engine import EnginePool
 from lgrpo.engines.recovery import EngineError, Faults
@@ -26,5 +26,5 @@ __all__ = [
     "VLLMEngine",
     "VLLMServerEngine",
     "WeightSyncError",
-    "text_before_stop",
+    "completion_text",
 ]

@@ -99,8 +99,6 @@ class RolloutEngine(ABC):
     """Most tokens of prompt and completion together; None: the model's limit."""
     kv_cache_gib: float | None = None
     """Size of the key-value cache in GiB; None: derived from the free memory."""
-    tensor_parallel_size = 1
-    """Number of GPUs the model is sharded over."""
 
     def __init__(self) -> None:
         self._state = EngineState()

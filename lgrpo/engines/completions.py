@@ -80,6 +80,11 @@ class Generation:
         ids = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
         return sorted(ids - {None})
 
+    def stop_ids(self, config: PretrainedConfig) -> list[int]:
+        """Return ``eos_ids``, and the stop strings that are special tokens."""
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        return sorted({*self.eos_ids(config), *(special[s] for s in self.sampling.stop or [] if s in special)})
+
     def completion(self, token_ids: list[int], logprobs: list[float], finish_reason: str | None) -> Completion:
         """Return a sampled completion, cut after the first stop string; raise an ``EngineFailure`` if incomplete."""
         if finish_reason not in ("stop", "length"):
@@ -87,38 +92,36 @@ class Generation:
         if len(logprobs) != len(token_ids):
             raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
         stop, tokenizer = self.sampling.stop, self.tokenizer
-        text = tokenizer.decode(token_ids, skip_special_tokens=True)
-        if stop and any(s in text for s in stop):
-            length = _length_with_stop(token_ids, stop, tokenizer)
+        if (length := _length_with_stop(token_ids, stop or [], tokenizer)) is not None:
             token_ids, logprobs, finish_reason = token_ids[:length], logprobs[:length], "stop"
-            text = text_before_stop(tokenizer.decode(token_ids, skip_special_tokens=True), stop)
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            text=text,
+            text=completion_text(token_ids, stop or [], tokenizer),
             finish_reason="stop" if finish_reason == "stop" else "length",
             behaviour_step=self.step,
             version=self.version,
         )
 
 
-def text_before_stop(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first stop string.
-
-    >>> text_before_stop("4 + 5 = 9. Next", ["Next", "."])
-    '4 + 5 = 9'
-    """
-    starts = [start for s in stop if (start := text.find(s)) >= 0]
+def completion_text(token_ids: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a completion before its stop string, without special tokens."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    if not _has_stop(token_ids, stop, tokenizer):
+        return text
+    starts = [start for s in stop if (start := text.find(s)) >= 0]  # none if the stop string is a special token
     return text[: min(starts)] if starts else text
 
 
-def _length_with_stop(token_ids: list[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of tokens up to the one that completes a stop string."""
+def _has_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a text has a stop string, which may be a special token and may not be split by one."""
+    return bool(stop) and any(s in tokenizer.decode(token_ids) for s in stop)
 
-    def has_stop(length: int) -> bool:
-        text = tokenizer.decode(token_ids[:length])
-        return any(s in text for s in stop)
 
-    if not has_stop(len(token_ids) - 1):  # the usual case of an engine that stops by itself
+def _length_with_stop(token_ids: list[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the number of tokens up to the one that completes a stop string; None if there is none."""
+    if not _has_stop(token_ids, stop, tokenizer):
+        return None
+    if not _has_stop(token_ids[:-1], stop, tokenizer):  # the usual case of an engine that stops by itself
         return len(token_ids)
-    return next(length for length in range(1, len(token_ids) + 1) if has_stop(length))
+    return next(n for n in range(1, len(token_ids) + 1) if _has_stop(token_ids[:n], stop, tokenizer))

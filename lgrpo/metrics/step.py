@@ -24,7 +24,7 @@ SUMS = (
     "mismatch",
 )
 """Names of the entries of ``StepMetrics.sums``. A count of tokens or sequences is the divisor of some of the others."""
-MAXIMA = ("ratio", "negative_ratio", "lag", "mismatch")
+MAXIMA = ("ratio", "negative_ratio", "lag", "mismatch", "mismatch_p99")
 """Names of the entries of ``StepMetrics.maxima``."""
 
 
@@ -90,6 +90,7 @@ class StepMetrics(Metric):
             "negative_ratio": _max(has_ratio, -ratio),
             "lag": _max(has_lag, lag),
             "mismatch": _max(is_fresh, mismatch),
+            "mismatch_p99": _percentile_99(is_fresh, mismatch),
         }
         self.maxima = torch.maximum(self.maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
@@ -101,6 +102,7 @@ class StepMetrics(Metric):
             return metrics
         if total["fresh_tokens"]:
             metrics["engine_mismatch_mean"] = total["mismatch"] / total["fresh_tokens"]
+            metrics["engine_mismatch_p99"] = largest["mismatch_p99"]
             metrics["engine_mismatch_max"] = largest["mismatch"]
         if total["lag_sequences"]:
             metrics |= {"lag": total["lag"] / total["lag_sequences"], "lag_max": largest["lag"]}
@@ -129,5 +131,16 @@ def _where(mask: Tensor, values: Tensor, otherwise: float = 0.0) -> Tensor:
 
 def _max(mask: Tensor, values: Tensor) -> Tensor:
     """Return the largest value inside a mask, or -inf if there is none."""
+    return _inside(mask, values).max()
+
+
+def _percentile_99(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the value that 1 % of those inside a mask exceed, or -inf if there is none."""
+    descending = _inside(mask, values).sort(descending=True).values
+    return descending.gather(0, mask.sum().div(100, rounding_mode="floor")[None]).squeeze(0)
+
+
+def _inside(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the values as a vector, with -inf for those outside a mask and at its end."""
     lowest = torch.full((1,), -torch.inf, dtype=torch.float64, device=values.device)
-    return torch.cat([_where(mask, values, -torch.inf).flatten(), lowest]).max()
+    return torch.cat([_where(mask, values, -torch.inf).flatten(), lowest])

@@ -35,6 +35,7 @@ _TRAIN = [
     "kl_behaviour",
     "kl_reference",
     "engine_mismatch_mean",
+    "engine_mismatch_p99",
     "engine_mismatch_max",
     "entropy",
 ]

@@ -62,6 +62,7 @@ def by_loops(batches):
         "loss": sum(float(b["loss"]) for b in batches),
         "live_tokens": len(tokens),
         "engine_mismatch_mean": mean(fresh),
+        "engine_mismatch_p99": max(fresh),  # of fewer than 100 tokens in each micro-batch
         "engine_mismatch_max": max(fresh),
         "lag": mean(lags),
         "lag_max": max(lags),
@@ -78,6 +79,21 @@ def test_metrics_equal_loops_over_tokens():
     for batch in batches:
         metrics.update(**batch)
     assert metrics.compute() == pytest.approx(by_loops(batches), rel=1e-5)
+
+
+def test_percentile_of_many_tokens():
+    """Of 300 fresh tokens three are above the 99th percentile; tokens with a lag do not count."""
+    batch = micro_batch(0) | {"lag": torch.tensor([0.0, 0.0, 0.0, 7.0])}
+    shape = 4, 100
+    log_ratio = torch.linspace(-3, 0, 400).view(shape)[:, torch.randperm(100)].flip(0)
+    for name in ("clipped_low", "clipped_high", "entropy", "kl_reference"):
+        batch[name] = torch.zeros(shape)
+    everywhere = torch.ones(shape, dtype=torch.bool)
+    batch |= {"mask": everywhere, "behaviour_known": everywhere, "log_ratio": log_ratio, "ratio": log_ratio.exp()}
+    metrics = StepMetrics()
+    metrics.update(**batch)
+    fresh = log_ratio[:3].abs().flatten().sort().values
+    assert metrics.compute()["engine_mismatch_p99"] == pytest.approx(float(fresh[-4]))
 
 
 def test_missing_reference_and_missing_live_tokens_are_handled():

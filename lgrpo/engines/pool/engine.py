@@ -61,10 +61,6 @@ class EnginePool(RolloutEngine):
                 f"a {type(self.engine).__name__} in an EnginePool: only an engine that samples in its own process can "
                 "be in several, such as VLLMEngine"
             )
-        if self.engine.tensor_parallel_size > 1:
-            raise ValueError(
-                "an engine with tensor_parallel_size above 1 in an EnginePool: all processes share one GPU"
-            )
         check_range("num_processes", num_processes, at_least=1)
         self.num_processes = num_processes
         self.timeouts = timeouts

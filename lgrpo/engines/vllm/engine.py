@@ -35,7 +35,7 @@ from lgrpo.types import Adapter, PolicyWeights
 
 @final
 class VLLMEngine(RolloutEngine):
-    """vLLM in the training process, on the same device. On a GPU it sleeps while the trainer updates.
+    """vLLM in the training process, on its one device. On a GPU it sleeps while the trainer updates.
 
     vLLM is built at the first sync. If it fails while it generates, by an error or because it runs out of memory, it is
     rebuilt with the weights it held, and continues with the unanswered prompts.
@@ -50,7 +50,6 @@ class VLLMEngine(RolloutEngine):
         max_num_seqs: int = 512,
         gpu_memory_utilization: float = 0.5,
         kv_cache_gib: float | None = None,
-        tensor_parallel_size: int = 1,
         enforce_eager: bool | None = None,
         sleep_mode: bool | None = None,
         seeded: bool | None = None,
@@ -68,7 +67,6 @@ class VLLMEngine(RolloutEngine):
             max_num_seqs: Completions decoded at a time.
             gpu_memory_utilization: Share of the GPU's memory that vLLM may use while awake.
             kv_cache_gib: Size of the key-value cache; by default the rest of gpu_memory_utilization, on a CPU 0.25.
-            tensor_parallel_size: Number of GPUs that the model is sharded over.
             enforce_eager: Whether to run without CUDA graphs. By default on CPUs only.
             sleep_mode: Whether to release memory while the trainer updates. By default on GPUs.
             seeded: Whether each request has its own seed, so that runs are reproducible; on a GPU this disables vLLM's
@@ -81,12 +79,18 @@ class VLLMEngine(RolloutEngine):
             options: Further arguments of ``vllm.LLM``.
         """
         super().__init__()
+        if sharded := [
+            name for name, value in (options or {}).items() if name.endswith("parallel_size") and value != 1
+        ]:
+            raise ValueError(
+                f"VLLMEngine has options {', '.join(sharded)}: it samples in each training process, which has its own "
+                "prompts, so it cannot be sharded over GPUs. Use lgrpo.engines.VLLMServerEngine, which can"
+            )
         self.dtype = None if dtype is None else getattr(torch, dtype)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.gpu_memory_utilization = gpu_memory_utilization
         self.kv_cache_gib = kv_cache_gib
-        self.tensor_parallel_size = tensor_parallel_size
         self.enforce_eager = enforce_eager
         self.sleep_mode = sleep_mode
         self.seeded = seeded
@@ -215,7 +219,6 @@ class VLLMEngine(RolloutEngine):
             "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
-            "tensor_parallel_size": self.tensor_parallel_size,
             "enforce_eager": self._on_cpu if self.enforce_eager is None else self.enforce_eager,
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": self._sleeps and not self._on_cpu,

@@ -58,7 +58,7 @@ def request_fields(generation: Generation, config: PretrainedConfig) -> dict[str
         "repetition_penalty": 1.0,
         "max_tokens": sampling.max_tokens,
         "logprobs": 0,
-        "stop_token_ids": generation.eos_ids(config),
+        "stop_token_ids": generation.stop_ids(config),
     }
 
 

@@ -58,10 +58,6 @@ class TestRejected:
         with pytest.raises(ValueError, match=rf"{type(inner).__name__} in an EnginePool"):
             EnginePool(inner)
 
-    def test_tensor_parallelism(self):
-        with pytest.raises(ValueError, match="tensor_parallel_size above 1"):
-            EnginePool(VLLMEngine(tensor_parallel_size=2))
-
     def test_no_processes(self):
         with pytest.raises(ValueError, match="num_processes is 0"):
             EnginePool(num_processes=0)

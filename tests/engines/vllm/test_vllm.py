@@ -66,6 +66,12 @@ class TestStartUp:
         with pytest.raises(EngineError, match=r"vLLM cannot serve OpenAIGPTLMHeadModel"):
             VLLMEngine().load_weights(old.weights(), 0)
 
+    @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+    def test_sharding(self, option):
+        """Ranks that share a sharded vLLM would each give it their own prompts, and get wrong completions."""
+        with pytest.raises(ValueError, match=rf"options {option}: .* Use lgrpo\.engines\.VLLMServerEngine"):
+            VLLMEngine(options={option: 2})
+
     def test_no_memory_for_the_cache(self, policy):
         with pytest.raises(EngineError, match=r"no memory for the KV cache.*kv_cache_gib"):
             VLLMEngine(kv_cache_gib=1e-6).load_weights(policy.weights(), 0)

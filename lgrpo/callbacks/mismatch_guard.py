@@ -1,0 +1,113 @@
+"""A check that the engine samples from the policy it was given."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import lightning as L
+import torch
+
+from lgrpo.checks import check_range
+from lgrpo.hooks import policy_owner, rollout_owner
+from lgrpo.types import RolloutBatch
+
+FLOAT32, REDUCED = 0.01, 0.03
+"""Default tolerances, if policy and engine compute in float32, and if one of them does not."""
+
+
+class EngineMismatchError(RuntimeError):
+    """The engine and the policy disagree about the probability of sampled tokens."""
+
+
+class MismatchGuard(L.Callback):
+    """Warns, or stops the run, if engine and policy disagree about tokens that were sampled from the same weights.
+
+    At lag 0 the engine's log-probabilities differ from the policy's by rounding only. A larger difference means that
+    the engine samples from something else: other weights, another temperature, raw log-probabilities, a stale cache.
+    The run then still learns something, from wrong ratios.
+
+    The guard warns if the mean difference exceeds the tolerance, or the 99th percentile ten times the tolerance. At ten
+    times as much it stops the run before the optimizer step. Steps without completions of lag 0 are not checked.
+    """
+
+    def __init__(self, tolerance: float | None = None, action: Literal["stop", "warn"] = "stop") -> None:
+        """
+        Args:
+            tolerance: Largest expected mean of |log π_α - log π_θ| at lag 0. By default 0.01 if policy and engine
+                compute in float32, otherwise 0.03.
+            action: Whether to stop the run at ten times the tolerance, or to warn at most.
+        """
+        check_range("mismatch_guard.tolerance", tolerance, above=0)
+        self.tolerance = tolerance
+        self.action: Literal["stop", "warn"] = action
+        self._has_warned = False
+        self._batches: list[RolloutBatch] = []
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._batches = []
+        self._batches.append(batch)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        found = policy_owner(trainer).step_metrics.compute()  # over all ranks; the module logs the same values
+        if "engine_mismatch_mean" not in found:
+            return
+        mean, p99 = found["engine_mismatch_mean"], found["engine_mismatch_p99"]
+        tolerance = self.tolerance or default_tolerance(trainer)
+        excess = max(mean / tolerance, p99 / (10 * tolerance))
+        stops = excess > 10 and self.action == "stop"
+        if excess <= 1 or (self._has_warned and not stops):
+            return
+        message = (
+            f"at step {trainer.global_step}, engine and policy disagree about tokens sampled from the same weights: "
+            f"their log-probabilities differ by {mean:.3g} on average and by {p99:.3g} or more for 1 % of the tokens, "
+            f"where at most {tolerance:g} and {10 * tolerance:g} are expected.{self._example(trainer)} Ratios and "
+            f"metrics are wrong by as much. {advice(trainer)}"
+        )
+        if stops:
+            raise EngineMismatchError(
+                f"{message} The run was stopped before the optimizer step; mismatch_guard.action: warn continues"
+            )
+        self._has_warned = True
+        warnings.warn(message, stacklevel=2)
+
+    def _example(self, trainer: L.Trainer) -> str:
+        """Return the fresh token of this rank's step with the largest difference. All ranks must call it."""
+        largest, text = -1.0, ""
+        for batch in self._batches:
+            policy = policy_owner(trainer).policy_logprobs(batch)
+            is_fresh = batch.loss_mask & (batch.lag(trainer.global_step) == 0)[:, None]
+            difference = torch.where(is_fresh, (policy - batch.behaviour_logprobs).abs().float(), -1.0)
+            row, column = divmod(int(difference.argmax()), difference.shape[1])
+            if (value := float(difference[row, column])) > largest:
+                token = rollout_owner(trainer).tokenizer.decode([int(batch.tokens[row, column])])
+                position = int(batch.completion_mask[row, :column].sum())
+                text = (
+                    f" For example, token {position} ({token!r}) of a completion of prompt {int(batch.positions[row])} "
+                    f"has {float(batch.behaviour_logprobs[row, column]):.3f} in the engine and "
+                    f"{float(policy[row, column]):.3f} in the policy."
+                )
+                largest = value
+        return text
+
+
+def default_tolerance(trainer: L.Trainer) -> float:
+    """Return the tolerance for the precisions in which policy and engine compute."""
+    dtypes = policy_owner(trainer).policy.dtype, rollout_owner(trainer).engine.dtype or torch.float32
+    is_float32 = set(dtypes) == {torch.float32} and str(trainer.precision) in ("32-true", "64-true")
+    return FLOAT32 if is_float32 else REDUCED
+
+
+def advice(trainer: L.Trainer) -> str:
+    """Return what to look at, as a sentence."""
+    return (
+        f"The engine is {type(rollout_owner(trainer).engine).__name__}. Check that it samples at "
+        "data.sampling.temperature and returns log-probabilities at that temperature (vLLM: --logprobs-mode "
+        "processed_logprobs), that it computes in the trainer's precision (data.engine.dtype), and that nobody else "
+        "loads weights into it. data.behaviour_logprobs: policy computes log π_α with the policy instead."
+    )

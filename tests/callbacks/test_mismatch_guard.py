@@ -1,0 +1,97 @@
+"""A run stops before it trains on completions that were not sampled from the policy."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lgrpo import Sampling, TransformersEngine
+from lgrpo.callbacks import MismatchGuard
+from lgrpo.callbacks.mismatch_guard import EngineMismatchError
+from tests.helpers import MODEL, build, fit, largest_difference, tiny_policy
+
+
+class OtherTemperature(TransformersEngine):
+    """Samples at another temperature than the run's."""
+
+    def sample(self, generation):
+        sampling = generation.sampling
+        generation.sampling = replace(sampling, temperature=0.5 * sampling.temperature)
+        super().sample(generation)
+
+
+class RawLogprobs(TransformersEngine):
+    """Returns log-probabilities at temperature 1, as a vLLM server does by default."""
+
+    def sample(self, generation):
+        super().sample(generation)
+        for index, group in generation.groups.items():
+            for completion in group:
+                tokens = torch.tensor([[*generation.prompts[index].token_ids, *completion.token_ids]])
+                with torch.no_grad():
+                    logprobs = self._model(tokens).logits[0].log_softmax(-1)
+                first = len(generation.prompts[index].token_ids)
+                completion.logprobs = [
+                    float(logprobs[first + t - 1, token]) for t, token in enumerate(completion.token_ids)
+                ]
+
+
+class OtherWeights(TransformersEngine):
+    """Loses one matrix after every sync, as an engine with a wrong weight layout does."""
+
+    def receive_weights(self, weights, step, version):
+        manifest = super().receive_weights(weights, step, version)
+        with torch.no_grad():
+            self._model.model.layers[0].mlp.down_proj.weight.zero_()
+        return manifest
+
+    def held_checksums(self, manifest):
+        return manifest.checksums
+
+
+def settings(engine, guard, **data):
+    policy = tiny_policy(config=MODEL | {"initializer_range": 0.3})  # not close to a uniform distribution
+    return {"policy": policy, "callbacks": [guard], "data": {"engine": engine, **data}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "temperature"), [(OtherTemperature(), 1.0), (RawLogprobs(), 0.5), (OtherWeights(), 1.0)]
+)
+def test_a_wrong_engine_stops_the_run_before_the_first_step(engine, temperature):
+    run = build(**settings(engine, MismatchGuard(), sampling=Sampling(max_tokens=6, temperature=temperature)))
+    before = {name: tensor.clone() for name, tensor in run.module.policy_weights()}
+    example = rf"For example, token \d \('.'\) .* The engine is {type(engine).__name__}"
+    with pytest.raises(EngineMismatchError, match=rf"at step 0, engine and policy disagree .* {example}"):
+        run.trainer.fit(run.module, datamodule=run.data)
+    assert largest_difference(before, dict(run.module.policy_weights())) == 0
+
+
+def test_warn_only():
+    """Once, and the run is otherwise the same."""
+    with pytest.warns(
+        UserWarning, match=r"differ by .* on average and by .* or more for .* where at most 0\.01"
+    ) as caught:
+        run = fit(**settings(OtherTemperature(), MismatchGuard(action="warn")), rollouts=3)
+    assert len([w for w in caught if "disagree" in str(w.message)]) == 1
+    assert run.trainer.global_step == 3
+    silent = fit(**settings(OtherTemperature(), MismatchGuard(tolerance=100.0)), rollouts=3)
+    assert largest_difference(run.weights, silent.weights) == 0
+
+
+@pytest.mark.parametrize("trainer", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 4}], ids=str)
+def test_a_right_engine(trainer):
+    """Also with a lag and large steps, after which engine and policy differ."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*disagree")
+        run = fit(**settings(None, MismatchGuard()), v=3, i=2, rollouts=6, learning_rate=0.1, trainer=trainer)
+    assert run.trainer.global_step == 12
+    assert max(row["train/kl_behaviour"] for row in run.logged) > 1e-3
+    fresh = [row for row in run.logged if row["train/lag"] == 0]
+    assert len(fresh) == 2
+    assert all(
+        row["train/engine_mismatch_mean"] <= row["train/engine_mismatch_p99"] <= row["train/engine_mismatch_max"]
+        for row in fresh
+    )
