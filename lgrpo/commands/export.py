@@ -33,14 +33,14 @@ def main(args: list[str]) -> None:
 
     from lgrpo.commands.hf_folder import load_policy, write_adapter_folder, write_model_folder
     from lgrpo.commands.model_card import model_card
-    from lgrpo.commands.settings import parse_settings
+    from lgrpo.commands.settings import parse_settings, read_settings
 
     logging.disable_progress_bar()
     out: Path = options.out
     try:
         checkpoint = find_checkpoint(options.checkpoint)
         config_path = options.config or find_config(checkpoint)
-        settings = parse_settings([f"--config={config_path}"])
+        settings = parse_settings([f"--config={config_path}"]) if options.config else read_settings(config_path)
         policy, step = load_policy(checkpoint, settings)
         if options.adapter and policy.lora is None:
             raise ValueError("--adapter: this run trained no adapters (policy.lora is not set)")

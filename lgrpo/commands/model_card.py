@@ -50,7 +50,7 @@ group-relative policy optimisation, {step} optimizer steps, with lgrpo {__versio
 ## Training
 
 ```
-{plan_table(config)}
+{plan_table(config, with_memory=False)}
 ```
 
 ```yaml

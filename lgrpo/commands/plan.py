@@ -24,9 +24,11 @@ def main(args: list[str]) -> None:
     print(plan_table(parse_settings(fit_args)))
 
 
-def plan_table(config: Namespace) -> str:
-    """Return a table of what one optimizer step, one cycle and the whole run do under parsed settings."""
-    from lgrpo.commands.plan_memory import memory_rows
+def plan_table(config: Namespace, with_memory: bool = True) -> str:
+    """Return a table of what one optimizer step, one cycle and the whole run do under parsed settings.
+
+    Without the rows on parameters and memory, no class that the settings name is imported.
+    """
     from lgrpo.data.prepare import num_micro_batches
 
     data, trainer = config.data, config.trainer
@@ -58,8 +60,11 @@ def plan_table(config: Namespace) -> str:
             config, micro_batches, adaptive.maximum if adaptive else period, adaptive.minimum if adaptive else None
         ),
         ("zero-variance groups", _zero_variance_groups(config)),
-        *memory_rows(config, rows_each * longest),
     ]
+    if with_memory:
+        from lgrpo.commands.plan_memory import memory_rows
+
+        rows += memory_rows(config, rows_each * longest)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+import yaml
+from jsonargparse import ArgumentParser, Namespace, dict_to_namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lgrpo.commands.fit import LGRPOCLI
@@ -14,6 +16,22 @@ from lgrpo.policy import CausalPolicy, LoRA
 def parse_settings(args: list[str]) -> Namespace:
     """Return the settings that ``lgrpo fit`` would read from its arguments."""
     return _SettingsCLI(args).config
+
+
+def read_settings(path: Path) -> Namespace:
+    """Return the settings in the ``config.yaml`` of a run folder as data: no class in it is imported."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = dict_to_namespace(content)
+        settings.model.policy.config = content["model"]["policy"]["config"]  # a dictionary
+        if settings.model.policy.trust_remote_code:
+            raise ValueError(
+                f"{path} sets model.policy.trust_remote_code, which executes code of the model's repository: if you "
+                f"trust it, give the config with --config {path}"
+            )
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the config of a run ({str(error).splitlines()[0]})") from error
+    return settings
 
 
 def settings_parser() -> ArgumentParser:

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lgrpo import Sampling
@@ -63,6 +64,32 @@ def test_the_folder_is_the_policy(run, tmp_path, capsys):
     assert "v = 10, i = 1" in card
     assert "| pass@1 | " in card
     assert "lgrpo_packed" not in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_a_config_that_someone_sent_executes_nothing(run, tmp_path, monkeypatch):
+    """Classes that the config of a run folder names are not imported, and code of a model is not trusted."""
+    folder, executed = tmp_path / "run", tmp_path / "executed"
+    shutil.copytree(run, folder)
+    (tmp_path / "lgrpo_sent_module.py").write_text(f"open({str(executed)!r}, 'w')\nclass Sent: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    sent = {"class_path": "lgrpo_sent_module.Sent", "init_args": {}}
+    config["model"] |= {"loss": sent, "optimizer": sent}
+    config["data"] |= {"task": sent, "engine": sent, "advantage": sent}
+    config["trainer"] |= {"callbacks": [sent], "logger": sent, "strategy": sent}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    main(["export", str(folder), str(tmp_path / "out")])
+    assert "lgrpo_sent_module" in (tmp_path / "out" / "README.md").read_text()
+    main(["report", str(folder)])
+    assert not executed.exists()
+    config["model"]["policy"]["trust_remote_code"] = True
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit, match=r"sets model\.policy\.trust_remote_code.* give the config with --config"):
+        main(["export", str(folder), str(tmp_path / "other")])
+    for text in ("", "[1, 2]", "model: {", "model: {policy: 3}"):
+        (folder / "config.yaml").write_text(text)
+        with pytest.raises(SystemExit, match=r"config\.yaml is not the config of a run"):
+            main(["export", str(folder), str(tmp_path / "other")])
 
 
 def test_another_precision(run, tmp_path):
