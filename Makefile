@@ -40,7 +40,7 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 chaos: setup
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.stress.chaos --kills 30
