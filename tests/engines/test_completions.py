@@ -32,7 +32,7 @@ def completion(tokenizer, text, *stop):
 
 
 def test_a_special_token_as_a_stop_string(tokenizer):
-    """What follows it is neither scored nor trained on."""
+    """The tokens after it are neither scored nor trained on."""
     generation, found = completion(tokenizer, "12<|turn|>34", "<|turn|>")
     assert (found.text, len(found.token_ids), found.finish_reason) == ("12", 3, "stop")
     assert len(found.logprobs) == 3

@@ -82,7 +82,7 @@ def test_metrics_equal_loops_over_tokens():
 
 
 def test_percentile_of_many_tokens():
-    """Of 300 fresh tokens three are above the 99th percentile; tokens with a lag do not count."""
+    """Three of 300 fresh tokens are above the 99th percentile; tokens with a lag do not count."""
     batch = micro_batch(0) | {"lag": torch.tensor([0.0, 0.0, 0.0, 7.0])}
     shape = 4, 100
     log_ratio = torch.linspace(-3, 0, 400).view(shape)[:, torch.randperm(100)].flip(0)
