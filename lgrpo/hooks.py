@@ -60,6 +60,7 @@ class RolloutOwner(Protocol):
     lead: int
     reuse: int
     generate_ahead: bool
+    max_lag: int | None
     behaviour_logprobs: Literal["engine", "policy"]
     tokenizer: PreTrainedTokenizerBase
     task: Task

@@ -497,11 +497,12 @@ def assert_same_end(one, other):
         assert a[name] == b[name] or name.startswith("time/"), name
 
 
-def test_sigterm_writes_a_checkpoint_and_sets_the_exit_code(tmp_path, straight):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_writes_a_checkpoint_and_sets_the_exit_code(tmp_path, straight, number):
     run = tmp_path / "run"
     process = run_lgrpo(*SMALL, f"--run={run}")
     wait_for_rows(run, 8)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == RESUMABLE, output
     assert "nothing is lost" in output
@@ -653,7 +654,9 @@ def test_a_checkpoint_changes_no_setting(tmp_path, monkeypatch, command, setting
 
 
 def test_signal_handlers_are_restored_after_a_fit():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     fit(rollouts=1, callbacks=[GracefulInterrupt()])
     assert {number: signal.getsignal(number) for number in before} == before
 

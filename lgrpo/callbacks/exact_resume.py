@@ -69,11 +69,6 @@ class ExactResume(L.Callback):
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.num_training_batches % trainer.accumulate_grad_batches:
-            raise ValueError(
-                f"an epoch of {trainer.num_training_batches} batches is not a whole number of optimizer steps of "
-                f"{trainer.accumulate_grad_batches} micro-batches: change trainer.limit_train_batches"
-            )
         if trainer.global_step:
             warn_about_optimizer(trainer)
             count_next_epoch(trainer)

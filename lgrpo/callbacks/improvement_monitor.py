@@ -87,9 +87,10 @@ class ImprovementMonitor(RolloutCallback):
         start = time.perf_counter()
         is_due = rollout.rollout % self.every == 0
         self._proximal = self._completion_log_ratios(trainer, rollout) if is_due else None
-        trained = rollout.loss_mask.any(1)
-        lag = trainer.global_step - rollout.behaviour_step[trained]
-        self.lags.update((lag[:, None] + torch.arange(reuse)).flatten())
+        lag = rollout.lag(trainer.global_step)[rollout.loss_mask.any(1)]
+        lags = (lag[~lag.isnan()].long()[:, None] + torch.arange(reuse)).flatten()  # recorded completions have none
+        max_lag = rollout_owner(trainer).max_lag
+        self.lags.update(lags if max_lag is None else lags[lags <= max_lag])
         self._started, self._seconds = rollout.rollout, time.perf_counter() - start
 
     def on_train_batch_end(
@@ -106,8 +107,10 @@ class ImprovementMonitor(RolloutCallback):
         if trainer.global_step != (rollout.rollout + 1) * reuse:
             return
         start = time.perf_counter()
-        known, size = rollout.is_known, rollout.group_size
+        size = rollout.group_size
         log_ratio = log_ratios(trainer, rollout)
+        has_ratio = ~log_ratio.isnan().any(1).view(-1, size).any(1).repeat_interleave(size)
+        known = rollout.is_known & has_ratio  # recorded groups may lack log-probabilities
         self.terms.update(
             log_ratio=completion_log_ratio(log_ratio, rollout.completion_mask)[known].view(-1, size),
             proximal_log_ratio=self._proximal[known].view(-1, size),

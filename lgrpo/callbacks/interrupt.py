@@ -1,4 +1,4 @@
-"""Saving of a checkpoint on Ctrl-C, SIGTERM and errors."""
+"""Saving of a checkpoint on Ctrl-C, SIGTERM, SIGHUP and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class GracefulInterrupt(RolloutCallback):
-    """Writes ``last.ckpt`` on Ctrl-C, on SIGTERM, or on an error outside an optimizer step, and says how to resume.
+    """Writes ``last.ckpt`` on Ctrl-C, SIGTERM, SIGHUP, or an error outside an optimizer step; says how to resume.
 
     Between an optimizer step and Lightning's update of its counter, a checkpoint would hold new weights under the old
     step, and between the hooks of a rollout only some of them would have run. There an interrupt is deferred; a second
@@ -50,6 +50,8 @@ class GracefulInterrupt(RolloutCallback):
         self.saved = self.signal = None
         self._defer = trainer.world_size > 1
         self._listen(signal.SIGINT, self._handle)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it on purpose
+            self._listen(signal.SIGHUP, self._handle)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._listen(signal.SIGTERM, self._handle)

@@ -43,9 +43,19 @@ class RolloutBuffer:
         return self._rollouts_per_epoch * self._schedule.reuse * self._trainer.accumulate_grad_batches
 
     def __iter__(self) -> Iterator[RolloutBatch]:
+        self._check_epoch()
         for index in range(self._trainer.fit_loop.batch_idx + 1, len(self)):
             self._advance_to(self._trainer.global_step)
             yield self._micro_batches[index % self._trainer.accumulate_grad_batches]
+
+    def _check_epoch(self) -> None:
+        """Raise an error if an epoch ends inside an optimizer step, where Lightning would step with a part of it."""
+        batches, each = self._trainer.num_training_batches, self._trainer.accumulate_grad_batches
+        if batches % each and not self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"an epoch of {batches} batches is not a whole number of optimizer steps of {each} micro-batches: "
+                "change trainer.limit_train_batches"
+            )
 
     def _advance_to(self, step: int) -> None:
         """Make the rollout of an optimizer step the current one, including its hooks, and begin the step's pass."""

@@ -13,13 +13,15 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lgrpo import ClippedLoss, ReplayEngine, RolloutRecorder, Sampling, ZeroVarianceMask
 from lgrpo.advantages import DropNegatives
-from lgrpo.callbacks import ExactResume, RolloutLog
+from lgrpo.callbacks import ExactResume, ImprovementMonitor, RolloutLog
 from lgrpo.losses import BehaviourForwardKL, ComposedLoss, OneSide, PolicyLogprobs, PolicyLoss, TokenRatio
 from lgrpo.recordings import RecordedPrompts, Recording
 from lgrpo.recordings.recording import with_column, write_recording
+from lgrpo.report import read_series
 from lgrpo.rewards import Reward
 from lgrpo.tasks import SortDigits
 from lgrpo.types import RECORDED, StepTotals
@@ -450,6 +452,30 @@ def test_prompts_with_few_completions_can_be_left_out(tmp_path):
 def test_invalid_settings(recorded, engine, message):
     with pytest.raises(ValueError, match=message):
         replay(recorded[1], engine=engine)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("knows_behaviour", [True, False])
+def test_the_improvement_monitor(recorded, tmp_path, share, knows_behaviour):
+    """It counts the lags of sampled completions only, and no group without log-probabilities."""
+    path = recorded[1] if knows_behaviour else without_logprobs(recorded[1], tmp_path / "texts.parquet")
+    logger = CSVLogger(str(tmp_path), name="metrics")
+    replay(
+        path,
+        engine={"share": share},
+        v=5,
+        loss=ComposedLoss(regularisers=[BehaviourForwardKL()]),
+        callbacks=[ImprovementMonitor(every=1, num_held_out=0)],
+        trainer={"logger": logger},
+    )
+    series = read_series(tmp_path)
+    fractions = [sum(dict(points)[step] for name, points in series.items() if "/lag_" in name) for step in (1, 3)]
+    assert fractions == [0 if share == 1 else pytest.approx(1)] * 2
+    assert all(math.isfinite(value) for points in series.values() for _, value in points)
+    assert ("monitor/gain" in series) == (knows_behaviour or share < 1)
+    if share < 1:
+        assert dict(series["monitor/lag_0"])[1] == 0.5  # two passes over the first rollout
+        assert dict(series["monitor/lag_2-3"])[3] == 1
 
 
 def test_another_tokenizer_or_temperature(recorded, tmp_path):

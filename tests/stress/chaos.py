@@ -52,12 +52,12 @@ class StageReporter(RolloutCallback):
 
 
 def options(run: Path, rollouts: int) -> list[str]:
-    """Return options of a run with v = 4, i = 2, two micro-batches, a moving reference and a checkpoint per step."""
+    """Return options of a run over two epochs with v = 4, i = 2, two micro-batches and a checkpoint per step."""
     return [
         f"--config={ROOT / 'configs' / 'tiny.yaml'}",
         f"--run={run}",
-        f"--data.num_rollouts={rollouts}",
-        "--trainer.max_epochs=1",
+        f"--data.num_rollouts={rollouts // 2}",
+        "--trainer.max_epochs=2",
         "--data.reuse=2",
         "--weight_sync.period=4",
         "--trainer.accumulate_grad_batches=2",
