@@ -1,7 +1,6 @@
 """GRPO as a LightningModule: policy, reference, loss.
 
 Not here: sampling (engines), scoring (rewards), advantages (advantages), when weights move (callbacks.weight_sync).
-There is no critic.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ class GRPOModule(L.LightningModule):
         self.optimizer, self.scheduler = optimizer, scheduler
         self.step_metrics, self.amplifications = StepMetrics(), Amplifications()
         self.proximal = ProximalMemory()
-        self._reference_logprobs = ReferenceLogprobs()
-        self._step_log = StepLog()
-        self._step_is_empty = False
-        self._loaded_step = 0
+        self._reference_logprobs, self._step_log = ReferenceLogprobs(), StepLog()
+        self._step_is_empty, self._loaded_step = False, 0
 
     # Interface of the data module and of callbacks (hooks.PolicyOwner)
 
@@ -128,20 +125,21 @@ class GRPOModule(L.LightningModule):
     def on_fit_start(self) -> None:
         check_memory(self.policy, self.trainer, rollout_owner(self.trainer).micro_batch_tokens)
 
-    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             self._step_log.start(batch.metrics)
+        self._step_is_empty = not self.loss.has_gradient(batch.totals)  # optimizer_step may call training_step
+
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         logprobs = self._logprobs(batch)
         output = self.loss(batch, logprobs)
-        self._step_is_empty = batch.totals.live_tokens == 0
         self.step_metrics.update(**output.quantities(batch, logprobs, self.global_step))
         # Lightning divides by the number of micro-batches and averages over ranks; the totals include both already
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     def _logprobs(self, batch: RolloutBatch) -> PolicyLogprobs:
-        policy, entropy = self.policy(
-            batch.tokens, batch.completion_mask, batch.temperature, entropy_gradient=self.loss.needs_entropy_gradient
-        )
+        keep_graph = self.loss.needs_entropy_gradient
+        policy, entropy = self.policy(batch.tokens, batch.completion_mask, batch.temperature, keep_graph)
         reference = None if self.reference is None else self._reference_logprobs(self.reference, batch)
         proximal = self.proximal.logprobs(batch, policy.detach()) if self.loss.needs_proximal else None
         return PolicyLogprobs(policy=policy, proximal=proximal, reference=reference, entropy=entropy)
@@ -154,7 +152,7 @@ class GRPOModule(L.LightningModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step and log. A step without a live token changes nothing: momentum and weight decay do not act either."""
+        """Step and log. A step without a gradient changes nothing: momentum and weight decay do not act either."""
         if not self._step_is_empty:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         elif optimizer_closure is not None:
@@ -196,7 +194,6 @@ class GRPOModule(L.LightningModule):
     def _resume_settings(self) -> ResumeSettings:
         settings = {"loss": describe(self.loss), "world size": self.trainer.world_size}
         settings["trainer.accumulate_grad_batches"] = self.trainer.accumulate_grad_batches
-        settings |= self.policy.resume_settings() | rollout_owner(self.trainer).resume_settings()
-        for callback in rollout_callbacks(self.trainer):
-            settings |= callback.resume_settings()
+        for owner in (self.policy, rollout_owner(self.trainer), *rollout_callbacks(self.trainer)):
+            settings |= owner.resume_settings()  # type: ignore[attr-defined]
         return settings

@@ -63,6 +63,8 @@ class StepTotals:
     live_tokens: float = 0.0
     all_sequences: float = 0.0
     live_sequences: float = 0.0
+    signal_tokens: float = 0.0
+    """Live tokens whose advantage is not 0. No denominator: without any, a step may have no gradient."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,14 +6,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from lgrpo import ClippedLoss, Evaluation, ReferenceRefresh, RolloutCallback, Sampling, WeightSync, ZeroVarianceMask
 from lgrpo.advantages import GroupWhitened
 from lgrpo.engines import NoWeightsError
-from lgrpo.losses import ConstantSum
+from lgrpo.losses import BehaviourForwardKL, ComposedLoss, ConstantSum
 from lgrpo.rewards import BatchReward, Reward
 from lgrpo.tasks import SortDigits
-from tests.helpers import fit
+from tests.helpers import fit, largest_difference
 
 
 @pytest.mark.parametrize(
@@ -132,12 +133,29 @@ def test_an_epoch_with_an_incomplete_step():
     fit(trainer={"accumulate_grad_batches": 2, "fast_dev_run": True})
 
 
-def test_a_rollout_without_variance_skips_the_step():
+@pytest.mark.parametrize("regularisers", [[], [BehaviourForwardKL()]], ids=["surrogate alone", "regulariser"])
+def test_a_step_without_advantages(regularisers):
+    """It is skipped, so that neither momentum nor weight decay moves the weights, unless the loss has another term."""
+    run = fit(
+        loss=ComposedLoss(regularisers=regularisers),
+        optimizer=torch.optim.AdamW,
+        data={"task": SortDigits(num_digits=2, num_held_out=20, reward=returns(1.0))},
+    )
+    before = fit(rollouts=1, trainer={"limit_train_batches": 0}).weights
+    is_skipped = not regularisers
+    assert [row["train/step_skipped"] for row in run.logged] == [float(is_skipped)] * 4
+    assert all(row["train/live_tokens"] > 0 for row in run.logged)
+    assert (largest_difference(run.weights, before) == 0) == is_skipped
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_rollout_without_variance_skips_the_step(micro_batches):
     run = fit(
         callbacks=[ZeroVarianceMask()],
         loss=ClippedLoss(kl_coef=0.1),
+        optimizer=torch.optim.AdamW,
         data={"task": SortDigits(num_digits=2, num_held_out=20, reward=returns(1.0))},
-        trainer={"accumulate_grad_batches": 2},
+        trainer={"accumulate_grad_batches": micro_batches},
     )
     before = fit(rollouts=1, trainer={"limit_train_batches": 0}).weights
     assert [row["train/step_skipped"] for row in run.logged] == [1.0] * 4

@@ -78,11 +78,7 @@ class RolloutPreparation:
         """Take completions out of the loss that have become too old since the last pass over their rollout."""
         if self.max_lag is not None:
             self._mask_old(batch)
-            local = torch.stack([batch.loss_mask.sum(), batch.loss_mask.any(1).sum()]).double()
-            summed = self.trainer.strategy.reduce(local.to(self.trainer.strategy.root_device), reduce_op="sum")
-            assert isinstance(summed, torch.Tensor)
-            live_tokens, live_sequences = summed.tolist()
-            batch.totals = replace(batch.totals, live_tokens=live_tokens, live_sequences=live_sequences)
+            batch.totals = replace(batch.totals, **_summed(live_counts(batch), self.trainer))
 
     def _mask_old(self, batch: RolloutBatch) -> None:
         if self.max_lag is not None:
@@ -150,9 +146,8 @@ def set_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
     group_rewards = rewards.view(-1, batch.group_size).mean(1)
     local = {
         "all_tokens": sampled.sum(),
-        "live_tokens": batch.loss_mask.sum(),
         "all_sequences": sampled.any(1).sum(),
-        "live_sequences": batch.loss_mask.any(1).sum(),
+        **live_counts(batch),
         "reward": rewards.sum(),
         "reward_squared": rewards.square().sum(),
         "groups": torch.tensor(len(group_rewards)),
@@ -163,10 +158,7 @@ def set_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
         "ranks": torch.tensor(1),
         **{name: torch.tensor(value) for name, value in _as_mean_squares(batch.metrics).items()},
     }
-    vector = torch.stack([value.double() for value in local.values()]).to(trainer.strategy.root_device)
-    summed = trainer.strategy.reduce(vector, reduce_op="sum")
-    assert isinstance(summed, torch.Tensor)
-    total = dict(zip(local, summed.tolist(), strict=True))
+    total = _summed(local, trainer)
     batch.totals = StepTotals(**{name: total[name] for name in StepTotals.__slots__})
     averaged = _as_deviations({name: total[name] / total["ranks"] for name in batch.metrics})
     count = max(total["all_sequences"], 1)  # 0 if every score is late
@@ -184,6 +176,24 @@ def set_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
     }
     if total["recorded"]:
         batch.metrics["rollout/recorded_fraction"] = total["recorded"] / count
+
+
+def live_counts(batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    """Return this rank's part of the totals that depend on the loss mask."""
+    mask = batch.loss_mask
+    return {
+        "live_tokens": mask.sum(),
+        "live_sequences": mask.any(1).sum(),
+        "signal_tokens": (mask & (batch.advantages != 0)).sum(),
+    }
+
+
+def _summed(counts: dict[str, torch.Tensor], trainer: L.Trainer) -> dict[str, float]:
+    """Return the sums over ranks, with one collective."""
+    vector = torch.stack([value.double() for value in counts.values()]).to(trainer.strategy.root_device)
+    summed = trainer.strategy.reduce(vector, reduce_op="sum")
+    assert isinstance(summed, torch.Tensor)
+    return dict(zip(counts, summed.tolist(), strict=True))
 
 
 def _as_mean_squares(metrics: dict[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lgrpo.functional import kl_divergence
-from lgrpo.types import RolloutBatch
+from lgrpo.types import RolloutBatch, StepTotals
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,6 +81,15 @@ class PolicyLoss(ABC):
     def needs_entropy_gradient(self) -> bool:
         """Whether the entropy must carry a gradient, which costs memory."""
         return False
+
+    @property
+    def vanishes_without_advantages(self) -> bool:
+        """Whether the gradient is 0 if all advantages are 0, so that the step can be skipped."""
+        return False
+
+    def has_gradient(self, totals: StepTotals) -> bool:
+        """Return whether an optimizer step has anything to train on."""
+        return totals.live_tokens > 0 and (totals.signal_tokens > 0 or not self.vanishes_without_advantages)
 
     @abstractmethod
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:

@@ -67,6 +67,10 @@ class ComposedLoss(PolicyLoss):
     def needs_entropy_gradient(self) -> bool:
         return any(part.needs_entropy_gradient for part in self.regularisers)
 
+    @property
+    def vanishes_without_advantages(self) -> bool:
+        return not self.regularisers
+
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:
         log_ratio = self.ratio(batch, logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         terms = Terms(batch=batch, logprobs=logprobs, log_ratio=log_ratio)

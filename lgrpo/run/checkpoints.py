@@ -188,7 +188,10 @@ def newest_checkpoint(folder: Path) -> Path:
         damaged.add(path)
     if damaged:
         raise FileNotFoundError(f"all {len(damaged)} checkpoints in {folder} are damaged")
-    raise FileNotFoundError(f"there is no checkpoint in {folder} to resume from")
+    raise FileNotFoundError(
+        f"there is no checkpoint in {folder} to resume from: start the run in another folder, or delete this one if it "
+        "was stopped before its first checkpoint"
+    )
 
 
 def remove_partial(folder: Path) -> None:

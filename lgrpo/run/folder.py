@@ -38,9 +38,11 @@ class RunFolder:
             raise SystemExit(f"lgrpo: another process is using the run folder {self.path}")
         if any(self.path.iterdir()) and not resuming:
             self.release()
+            has_checkpoint = any(self.path.rglob("*.ckpt"))
+            advice = "resume the run with --ckpt_path last" if has_checkpoint else "delete it: it has no checkpoint"
             raise SystemExit(
                 f"lgrpo: the run folder {self.path} exists already, and nothing in it is overwritten. Choose another "
-                "--run, or resume the run with --ckpt_path last"
+                f"--run, or {advice}"
             )
 
     def leave(self) -> None:
