@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from lgrpo import CausalPolicy, ClippedLoss
 from lgrpo.losses import PolicyLogprobs
 from lgrpo.policy import character_tokenizer
+from lgrpo.policy.attention import PACKED
+from lgrpo.policy.forward import can_pack
 from lgrpo.types import StepTotals
 from tests.helpers import CHARACTERS, MODEL, a_batch, fit, tiny_policy
 
@@ -263,6 +265,33 @@ class TestPacking:
         batch = a_batch()
         logprobs, _ = policy(batch.tokens, batch.completion_mask, 1.0)
         assert logprobs[batch.completion_mask].lt(0).all()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_convolution_across_rows_is_found_with_small_weights(self, dtype):
+        """LFM2 mixes neighbouring positions, across packed rows too; a new model has weights close to 0."""
+        sizes = {"vocab_size": 16, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]}
+        config = AutoConfig.for_model("lfm2", **sizes, **heads)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
+        if dtype == torch.bfloat16:  # the weights of a trained model
+            model = model.to(dtype)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(8 if parameter.ndim > 1 else 1)
+        assert not can_pack(model)
+        assert model.training
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_experts_can_be_packed(self):
+        sizes = {"vocab_size": 16, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, **experts)
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).to(dtype)
+            assert can_pack(model), dtype
 
     def test_the_model_supports_padding_on_the_left(self):
         """The model's ``generate`` uses it."""
