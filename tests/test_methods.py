@@ -161,6 +161,16 @@ class TestDataShaping:
         assert all(row["rollout/resampled_fraction"] == 2 for row in run.logged)
         assert all(row["rollout/zero_variance_fraction"] == 1 for row in run.logged)
 
+    def test_tolerance_of_dynamic_sampling(self):
+        """Rewards that differ by less than the tolerance count as equal."""
+        data = {"task": self.task(), "shuffle": False}
+        wide = DynamicSampling(max_rounds=1, tolerance=2.0)
+        run = fit(rollouts=1, data=data | {"dynamic_sampling": wide})
+        assert run.logged[0]["rollout/resampled_fraction"] == 1
+        narrow = DynamicSampling(max_rounds=1, tolerance=0.5)
+        run = fit(rollouts=1, data=data | {"dynamic_sampling": narrow})
+        assert run.logged[0]["rollout/resampled_fraction"] < 1
+
     def test_dynamic_sampling_does_not_depend_on_generate_ahead(self):
         data = {"task": self.task(), "dynamic_sampling": DynamicSampling()}
         one = fit(rollouts=6, v=3, data=data)

@@ -181,6 +181,37 @@ class TestValidation:
         assert gain_3 == pytest.approx(third - second)
         assert len({first, second, third}) == 3
 
+    def test_seed(self):
+        """It decides which samples are drawn."""
+
+        def pass_at_1(seed):
+            evaluation = Evaluation(num_samples=4, num_problems=10, success_reward=0.3, seed=seed)
+            run = build(data={"evaluation": evaluation}, trainer={"limit_val_batches": 1.0})
+            (metrics,) = run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+            return metrics["val/pass@1"]
+
+        scores = [pass_at_1(seed) for seed in (0, 1, 2, 3)]
+        assert pass_at_1(0) == scores[0]
+        assert len(set(scores)) > 1
+
+    def test_reference_is_measured_again_after_an_average(self):
+        """A reference that is no copy of a measured policy has its own score, which its samples decide."""
+        measured = []
+
+        class Measured(L.Callback):
+            def on_validation_start(self, trainer, pl_module):
+                measured.append(pl_module.needs_reference_score(""))
+
+        fit(
+            rollouts=2,
+            epochs=3,
+            learning_rate=0.5,
+            loss=ClippedLoss(kl_coef=0.1),
+            callbacks=[Measured(), ReferenceRefresh(period=2, decay=0.5)],
+            trainer={"limit_val_batches": 1.0, "num_sanity_val_steps": 0},
+        )
+        assert measured == [True, True, True]  # after step 0 nothing is known; then it moved at steps 2 and 4
+
     def test_separate_sampling_settings(self):
         evaluation = Evaluation(
             num_samples=3,

@@ -54,6 +54,7 @@ from lgrpo.losses import (
     TwoSide,
     WeightClamp,
 )
+from lgrpo.types import StepTotals
 from tests.parity.random_batch import loss_and_gradient, rollout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -138,6 +139,37 @@ class TestEquivalences:
         own = Scores(rewards=r, lengths=torch.ones(size), draws=torch.zeros(size), group_size=size)
         centred = ComposedAdvantage()(own) @ g
         assert torch.allclose(torch.as_tensor(pairs), size * centred, atol=1e-8)
+
+    def test_divisors_of_the_aggregations(self):
+        """With half of the sequences masked, ``all`` divides by what was sampled, ``live`` by what is trained on."""
+        batch, _, _, _ = numbers()
+        batch.max_tokens = 10
+        batch.loss_mask[:4] = False
+        batch.loss_mask[4, 0] = False
+        lengths, live = batch.completion_mask.sum(1).tolist(), batch.loss_mask.sum(1).tolist()
+        batch.totals = StepTotals(
+            all_tokens=sum(lengths), live_tokens=sum(live), all_sequences=8, live_sequences=sum(n > 0 for n in live)
+        )
+        found = {
+            "token all": TokenMean("all"),
+            "token live": TokenMean("live"),
+            "sequence all": SequenceMean("all"),
+            "sequence live": SequenceMean("live"),
+            "constant": ConstantSum(),
+            "given constant": ConstantSum(7),
+        }
+        per_sequence = {"all": sum(k / n for k, n in zip(live, lengths, strict=True)) / 8}
+        per_sequence["live"] = sum(k > 0 for k in live) / batch.totals.live_sequences
+        expected = {
+            "token all": sum(live) / sum(lengths),
+            "token live": 1.0,
+            "sequence all": per_sequence["all"],
+            "sequence live": per_sequence["live"],
+            "constant": sum(live) / (8 * 10),
+            "given constant": sum(live) / 7,
+        }
+        ones = torch.ones(batch.tokens.shape)
+        assert {name: float(part(ones, batch)) for name, part in found.items()} == pytest.approx(expected)
 
     def test_masked_group_equals_a_deleted_group(self):
         batch, policy, _, reference = numbers()
