@@ -17,11 +17,13 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.engines import EngineError, NoWeightsError, VLLMEngine, WeightSyncError
 from lgrpo.engines.vllm.runtime import explain
 from lgrpo.types import RECORDED, PolicyWeights
-from tests.helpers import fit, largest_difference, tiny_policy
+from tests.helpers import MODEL, fit, largest_difference, tiny_policy
 
 pytest.importorskip("vllm")
 
 TEXTS = ("12>", "3456789>", "0>", "98>")
+LONG = "1234567890" * 4 + ">"
+"""A prompt that fills a block of vLLM's prefix cache, which must not be used after a sync."""
 TOLERANCE = 1e-4
 
 
@@ -92,15 +94,23 @@ class TestStartUp:
 
 
 @pytest.fixture(scope="module")
+def policy():
+    torch.manual_seed(0)
+    policy = tiny_policy(config=MODEL | {"max_position_embeddings": 64})
+    policy.build()
+    return policy
+
+
+@pytest.fixture(scope="module")
 def engine(policy):
-    engine = VLLMEngine()
+    engine = VLLMEngine(options={"block_size": 32})
     engine.load_weights(policy.weights(), step=3)
     yield engine
     engine.close()
 
 
 def test_logprobs_agree_before_and_after_a_sync(policy, engine):
-    questions = prompts(policy, *TEXTS)
+    questions = prompts(policy, *TEXTS, LONG)
     for step in (3, 4):
         for temperature in (0.5, 1.0, 1.7):
             sampling = Sampling(temperature=temperature, max_tokens=12)
@@ -221,8 +231,8 @@ def test_missing_part_of_a_fused_tensor(policy, engine):
 
 
 def test_prompt_exceeds_the_context(policy, engine):
-    with pytest.raises(ValueError, match=r"exceed vLLM's max_model_len of 32: '0000"):
-        engine.generate(prompts(policy, "0" * 30), 2, Sampling(max_tokens=4), 0, policy.tokenizer)
+    with pytest.raises(ValueError, match=r"exceed vLLM's max_model_len of 64: '0000"):
+        engine.generate(prompts(policy, "0" * 62), 2, Sampling(max_tokens=4), 0, policy.tokenizer)
 
 
 def test_engine_works_after_a_timeout(policy, engine):
