@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lgrpo import ClippedLoss, Evaluation, ReferenceRefresh, RolloutCallback, Sampling, WeightSync, ZeroVarianceMask
 from lgrpo.advantages import GroupWhitened
@@ -26,6 +27,7 @@ from tests.helpers import fit, largest_difference
         ({"v": -1}, r"weight_sync\.period is -1"),
         ({"callbacks": [WeightSync(2)]}, r"2 callbacks that sync the engine \(WeightSync\(period=1\), WeightS"),
         ({"callbacks": [ReferenceRefresh()]}, "kl_coef is 0, so none is kept"),
+        ({"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})]}, "split into a constant number"),
         ({"trainer": {"accumulate_grad_batches": 17}}, r"16 completions .* = 17 micro-batches"),
         ({"data": {"sampling": Sampling(max_tokens=40)}}, "max_tokens is 40, but prompt and completion together"),
         ({"data": {"sampling": Sampling(max_tokens=30)}}, r"prompt 0 of the train set has 3 tokens, but only 2 fit"),

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
 from lgrpo.advantages import Advantage, Scores
@@ -263,6 +264,11 @@ def rows_per_rank(num_prompts: int, group_size: int, trainer: L.Trainer) -> int:
         raise ValueError(
             f"data.num_prompts is {num_prompts}, which is not divisible by the {trainer.world_size} ranks: groups are "
             "never split, and every rank takes the same number of prompts"
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError(
+            "GradientAccumulationScheduler changes the number of micro-batches during a fit, and a rollout is split "
+            "into a constant number: set trainer.accumulate_grad_batches, or data.micro_batch_tokens"
         )
     num_rows = num_prompts // trainer.world_size * group_size
     if trainer.accumulate_grad_batches > num_rows:
