@@ -6,10 +6,12 @@ protocols defined here.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 from typing import Literal, Protocol, cast
 
 import lightning as L
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -131,10 +133,12 @@ def call_rollout_start(trainer: L.Trainer, rollout: int) -> None:
 
 def call_rollout_end(trainer: L.Trainer, batch: RolloutBatch) -> None:
     """Call ``on_rollout_end`` of every rollout callback; raise an error if one does more than shrink the loss mask."""
-    for callback in rollout_callbacks(trainer):
-        mask, versions = batch.loss_mask.clone(), _versions(batch)
+    overriding = [c for c in rollout_callbacks(trainer) if type(c).on_rollout_end is not RolloutCallback.on_rollout_end]
+    before = copy.deepcopy(batch) if overriding else batch
+    for callback in overriding:
+        mask = batch.loss_mask.clone()
         callback.on_rollout_end(trainer, trainer.lightning_module, batch)
-        if changed := [name for name, version in _versions(batch).items() if version != versions[name]]:
+        if changed := [field.name for field in fields(batch) if not _is_same(batch, before, field.name)]:
             raise RuntimeError(
                 f"{type(callback).__name__}.on_rollout_end wrote to {', '.join(changed)}; a rollout callback may only "
                 "turn entries of loss_mask off. Write an advantage, a reward or a loss instead"
@@ -152,7 +156,10 @@ def call_stage(trainer: L.Trainer, stage: Stage) -> None:
         callback.on_stage(trainer, trainer.lightning_module, stage)
 
 
-def _versions(batch: RolloutBatch) -> dict[str, tuple[int, int]]:
-    """Return the identity and write count of every tensor of the batch except the loss mask."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "loss_mask"}
-    return {name: (id(value), value._version) for name, value in tensors.items() if isinstance(value, Tensor)}
+def _is_same(batch: RolloutBatch, before: RolloutBatch, name: str) -> bool:
+    """Return whether a field other than the loss mask is unchanged, bit by bit."""
+    value, old = getattr(batch, name), getattr(before, name)
+    if name == "loss_mask" or not isinstance(value, Tensor) or not isinstance(old, Tensor):
+        return name == "loss_mask" or value == old
+    same_kind = value.shape == old.shape and value.dtype == old.dtype
+    return same_kind and torch.equal(value.contiguous().view(torch.uint8), old.contiguous().view(torch.uint8))

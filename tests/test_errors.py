@@ -88,17 +88,26 @@ def test_a_callback_that_turns_the_mask_on():
         fit(callbacks=[Greedy()])
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_callback_that_writes_to_another_field(in_place):
-    class Doubling(RolloutCallback):
-        def on_rollout_end(self, trainer, pl_module, batch):
-            if in_place:
-                batch.advantages.mul_(2)
-            else:
-                batch.advantages = batch.advantages * 2
+WRITES = {
+    "in place": ("advantages", lambda batch: batch.advantages.mul_(2)),
+    "another tensor": ("advantages", lambda batch: setattr(batch, "advantages", batch.advantages * 2)),
+    "data": ("rewards", lambda batch: batch.rewards.data.add_(1)),
+    "numpy": ("behaviour_logprobs", lambda batch: batch.behaviour_logprobs.numpy().fill(-1)),
+    "number": ("temperature", lambda batch: setattr(batch, "temperature", 0.5)),
+    "metric": ("metrics", lambda batch: batch.metrics.update(other=1.0)),
+}
 
-    with pytest.raises(RuntimeError, match=r"Doubling\.on_rollout_end wrote to advantages"):
-        fit(callbacks=[Doubling()])
+
+@pytest.mark.parametrize("way", WRITES)
+def test_a_callback_that_writes_to_another_field(way):
+    name, write = WRITES[way]
+
+    class Writing(RolloutCallback):
+        def on_rollout_end(self, trainer, pl_module, batch):
+            write(batch)
+
+    with pytest.raises(RuntimeError, match=rf"Writing\.on_rollout_end wrote to {name};"):
+        fit(callbacks=[Writing()])
 
 
 def test_prompts_not_divisible_by_the_number_of_ranks(tmp_path):
