@@ -291,6 +291,14 @@ class TestDamage:
         (folder / "other.ckpt").write_bytes(zip_file_without_a_checkpoint())
         assert newest_checkpoint(folder).name == "last.ckpt"
 
+    def test_a_run_that_was_resumed_from_an_earlier_step(self, folder):
+        """Its later checkpoints have lower steps than those of the attempt that was given up."""
+        shutil.copy(folder / "step=2.ckpt", folder / "last.ckpt")
+        with pytest.warns(UserWarning, match=r"last\.ckpt is of step 2 and was written after step=4\.ckpt of step 4"):
+            assert newest_checkpoint(folder).name == "last.ckpt"
+        os.utime(folder / "last.ckpt", (2, 2))  # an old file, and later steps
+        assert newest_checkpoint(folder).name == "step=4.ckpt"
+
     @pytest.mark.parametrize("command", ["fit", "validate", "test", "test --checkpoints"])
     def test_a_changed_weight_is_refused_by_every_command(self, tmp_path, command):
         run, copy = tmp_path / "run", tmp_path / "copy"
@@ -500,7 +508,8 @@ def assert_same_end(one, other):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_writes_a_checkpoint_and_sets_the_exit_code(tmp_path, straight, number):
     run = tmp_path / "run"
-    process = run_lgrpo(*SMALL, f"--run={run}")
+    # the tests may run under nohup, which ignores SIGHUP
+    process = run_lgrpo(*SMALL, f"--run={run}", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     wait_for_rows(run, 8)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)

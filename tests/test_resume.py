@@ -98,6 +98,16 @@ def test_with_sampled_rollouts_that_have_no_advantages_yet(tmp_path, advantage):
         fit(**again | {"data": data | {"num_prompts": 8, "group_size": 2}}, ckpt_path=str(tmp_path / "step=4.ckpt"))
 
 
+def test_inside_a_rollout_that_has_become_too_old(tmp_path):
+    """The second pass over a rollout leaves out what the first one trained on; its pieces stay the same."""
+    own = {"data": {"max_lag": 2}, "v": 2}
+    straight = fit(**settings(tmp_path, ClippedLoss(kl_coef=0.1), save=True) | own)
+    assert [row["train/step_skipped"] for row in straight.logged[:8]] == [0, 0, 0, 1] * 2
+    for step in range(1, 8):
+        run = fit(**settings(tmp_path, ClippedLoss(kl_coef=0.1)) | own, ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+        assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
+
+
 def saved_at(folder, moment):
     """Return a ModelCheckpoint that writes ``last.ckpt`` at the end of each epoch, or at each step."""
     every = {"every_n_train_steps": 1} if moment == "step" else {"every_n_epochs": 1}
@@ -223,6 +233,36 @@ def test_an_interrupt_or_an_error_loses_nothing(tmp_path, moment, v):
     expected, got = read_series(tmp_path / "straight"), read_series(tmp_path / "broken")
     for name in expected:
         assert got[name] == expected[name] or name.startswith("time/"), name
+
+
+class StopInValidation(L.Callback):
+    """Send SIGINT in the validation after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_validation_batch_start(self, trainer, *args):
+        if trainer.global_step == self.step and not trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_stopped_twice_in_the_validation_at_the_end_of_an_epoch(tmp_path):
+    """The resumed run validates first; a checkpoint saved then must not count the next epoch as begun."""
+
+    def run(folder, *stops, ckpt_path=None):
+        arguments = settings(folder, None) | {"rollouts": 2, "epochs": 4}
+        arguments["callbacks"] = [*stops, *arguments["callbacks"], GracefulInterrupt()]
+        arguments["trainer"] |= {"limit_val_batches": 1.0}
+        return fit(**arguments, ckpt_path=ckpt_path)
+
+    straight = run(tmp_path / "straight")
+    last = str(tmp_path / "broken" / "checkpoints" / "last.ckpt")
+    for ckpt_path in (None, last, last):
+        with pytest.raises(SystemExit):
+            run(tmp_path / "broken", StopInValidation(4), ckpt_path=ckpt_path)
+    resumed = run(tmp_path / "broken", ckpt_path=last)
+    assert resumed.trainer.global_step == straight.trainer.global_step == 16
+    assert largest_difference(straight.weights, resumed.weights) == 0
 
 
 def test_a_second_fit_starts_from_scratch():

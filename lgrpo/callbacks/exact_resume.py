@@ -71,12 +71,13 @@ class ExactResume(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step:
             warn_about_optimizer(trainer)
-            count_next_epoch(trainer)
         if self._validation_is_due:  # the process ended between a step and its validation, which Lightning would skip
             self._validation_is_due = False
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
+        if trainer.global_step:
+            count_next_epoch(trainer)  # after the validation, because a checkpoint may be saved in it
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -59,7 +60,10 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._stage = str(stage)
         self._since = time.perf_counter()
         if self._live is not None:
-            self._live.refresh()
+            try:
+                self._live.refresh()
+            except OSError:  # the terminal is gone
+                self._close()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -171,7 +175,8 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     def _close(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
-            live.stop()
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                live.stop()
             for handler, stream in self._redirected:
                 handler.setStream(stream)
             self._redirected.clear()

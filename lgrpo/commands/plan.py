@@ -117,14 +117,15 @@ def _lags(period: int | None, data: Namespace, at_most: bool = False) -> str:
 
 
 def _num_syncs(rollouts: int, period: int | None, lead: int) -> int:
-    """Return the number of rollouts that a sync precedes.
+    """Return the number of rollouts that a sync precedes (``functional.sync_cycle.is_sync_due``).
 
     >>> [_num_syncs(10, period=3, lead=lead) for lead in (0, 2)]
     [4, 4]
     """
-    from lgrpo.functional.sync_cycle import is_sync_due
-
-    return sum(is_sync_due(rollout, period, lead) for rollout in range(rollouts))
+    if period is None or rollouts == 0:
+        return min(rollouts, 1)
+    later = -(-max(0, rollouts - lead) // period)  # before rollouts lead, lead + period, …
+    return later if lead == 0 else 1 + later
 
 
 def _whole_run(

@@ -65,8 +65,7 @@ class RolloutBuffer:
             call_stage(self._trainer, "update")
             self._schedule.release(self._trainer, rollout)
         elif step != self._step:
-            self._prepare.next_pass(self.rollout)
-            self._hold(self.rollout, self._late)
+            self._prepare.next_pass(self._micro_batches)
         self._step = step
 
     def _hold(self, batch: RolloutBatch, late: LateGroups) -> None:

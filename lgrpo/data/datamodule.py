@@ -99,7 +99,8 @@ class RolloutDataModule(L.LightningDataModule):
             check_range(f"data.{name}", value, at_least=1)
         check_range("data.lead", lead, at_least=0)
         check_range("data.max_lag", max_lag, at_least=0)
-        if max_lag is not None and max_lag < lead * reuse:
+        replays = engine is not None and engine.replays  # recorded completions have no lag
+        if max_lag is not None and max_lag < lead * reuse and not replays:
             raise ValueError(
                 f"data.max_lag is {max_lag}, but with data.lead {lead} and data.reuse {reuse} completions are at least "
                 f"{lead * reuse} optimizer steps old when they are trained on, so nothing would be: raise max_lag, or "

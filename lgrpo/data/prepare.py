@@ -75,11 +75,20 @@ class RolloutPreparation:
             recompute_logprobs(batch, self.schedule.ready(), trainer)
         return batch, late
 
-    def next_pass(self, batch: RolloutBatch) -> None:
-        """Take completions out of the loss that have become too old since the last pass over their rollout."""
-        if self.max_lag is not None:
-            self._mask_old(batch)
-            batch.totals = replace(batch.totals, **_summed(live_counts(batch), self.trainer))
+    def next_pass(self, micro_batches: Sequence[RolloutBatch]) -> None:
+        """Take completions out of the loss that have become too old since the last pass over their rollout.
+
+        Only micro-batches change, not the rollout: a resumed run splits it as before, and every rank keeps its pieces.
+        """
+        if self.max_lag is None:
+            return
+        for piece in micro_batches:
+            self._mask_old(piece)
+        counts = [live_counts(piece) for piece in micro_batches]
+        local = {name: torch.stack([count[name] for count in counts]).sum() for name in counts[0]}
+        total = _summed(local, self.trainer)
+        for piece in micro_batches:
+            piece.totals = replace(piece.totals, **total)
 
     def _mask_old(self, batch: RolloutBatch) -> None:
         if self.max_lag is not None:

@@ -69,6 +69,7 @@ class ComposedLoss(PolicyLoss):
 
     @property
     def vanishes_without_advantages(self) -> bool:
+        """Whether there are no regularisers: the surrogate of every gate is a multiple of the advantage."""
         return not self.regularisers
 
     def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:

@@ -102,8 +102,9 @@ class StepMetrics(Metric):
             return metrics
         if total["fresh_tokens"]:
             metrics["engine_mismatch_mean"] = total["mismatch"] / total["fresh_tokens"]
-            metrics["engine_mismatch_p99"] = largest["mismatch_p99"]
             metrics["engine_mismatch_max"] = largest["mismatch"]
+            if largest["mismatch_p99"] >= 0:
+                metrics["engine_mismatch_p99"] = largest["mismatch_p99"]
         if total["lag_sequences"]:
             metrics |= {"lag": total["lag"] / total["lag_sequences"], "lag_max": largest["lag"]}
         if total["ratio_tokens"]:
@@ -135,9 +136,10 @@ def _max(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def _percentile_99(mask: Tensor, values: Tensor) -> Tensor:
-    """Return the value that 1 % of those inside a mask exceed, or -inf if there is none."""
-    descending = _inside(mask, values).sort(descending=True).values
-    return descending.gather(0, mask.sum().div(100, rounding_mode="floor")[None]).squeeze(0)
+    """Return the value that 1 % of those inside a mask exceed, or -inf if there are fewer than 100."""
+    descending, count = _inside(mask, values).sort(descending=True).values, mask.sum()
+    found = descending.gather(0, count.div(100, rounding_mode="floor")[None]).squeeze(0)
+    return torch.where(count < 100, -torch.inf, found)
 
 
 def _inside(mask: Tensor, values: Tensor) -> Tensor:

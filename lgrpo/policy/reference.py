@@ -56,7 +56,7 @@ def make_reference(policy: CausalPolicy) -> Reference:
 class ReferenceLogprobs:
     """log π_ref of the current rollout, computed on its first pass and reused on the later ones.
 
-    The reference does not change while a rollout is trained on. Call ``clear`` after changing it.
+    Call ``clear`` after changing the reference.
     """
 
     def __init__(self) -> None:

@@ -167,7 +167,8 @@ def saved_step(path: Path) -> int | None:
 def newest_checkpoint(folder: Path) -> Path:
     """Return the complete checkpoint of a folder with the highest step. Warn about those that are damaged.
 
-    The step is read from the file: the modification time changes when a folder is copied.
+    The step is read from the file: the modification time changes when a folder is copied. If ``last.ckpt`` has a lower
+    step but was written later, the run was resumed from an earlier step, and ``last.ckpt`` is used.
     """
     steps = {path: saved_step(path) for path in folder.glob("*.ckpt")}
     damaged = {path for path, step in steps.items() if step is None and not is_complete(path)}
@@ -184,7 +185,7 @@ def newest_checkpoint(folder: Path) -> Path:
                     f"damaged, so not used: {names} in {folder}. Using {path.name}, the newest complete checkpoint",
                     stacklevel=2,
                 )
-            return path
+            return _last_written(path, steps)
         damaged.add(path)
     if damaged:
         raise FileNotFoundError(f"all {len(damaged)} checkpoints in {folder} are damaged")
@@ -192,6 +193,21 @@ def newest_checkpoint(folder: Path) -> Path:
         f"there is no checkpoint in {folder} to resume from: start the run in another folder, or delete this one if it "
         "was stopped before its first checkpoint"
     )
+
+
+def _last_written(highest: Path, steps: dict[Path, int | None]) -> Path:
+    """Return ``last.ckpt`` instead of the checkpoint with the highest step if it was written later; warn about it."""
+    last = highest.with_name("last.ckpt")
+    if last == highest or last not in steps or steps[last] == steps[highest] or not is_complete(last):
+        return highest
+    if last.stat().st_mtime_ns <= highest.stat().st_mtime_ns:
+        return highest
+    warnings.warn(
+        f"{last} is of step {steps[last]} and was written after {highest.name} of step {steps[highest]}: the run was "
+        f"resumed from an earlier step. Using {last.name}; to use the other, give its path",
+        stacklevel=3,
+    )
+    return last
 
 
 def remove_partial(folder: Path) -> None:

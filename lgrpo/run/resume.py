@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 """Version of lgrpo's part of a checkpoint. Raise it with every change that makes older checkpoints unreadable."""
 
 ResumeSettings = dict[str, Any]

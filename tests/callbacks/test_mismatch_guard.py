@@ -72,7 +72,7 @@ def test_a_wrong_engine_stops_the_run_before_the_first_step(engine, temperature)
 def test_warn_only():
     """Once, and the run is otherwise the same."""
     with pytest.warns(
-        UserWarning, match=r"differ by .* on average and by .* or more for .* where at most 0\.01"
+        UserWarning, match=r"differ by .* on average, with a 99th percentile of .* where at most 0\.01"
     ) as caught:
         run = fit(**settings(OtherTemperature(), MismatchGuard(action="warn")), rollouts=3)
     assert len([w for w in caught if "disagree" in str(w.message)]) == 1
@@ -91,7 +91,4 @@ def test_a_right_engine(trainer):
     assert max(row["train/kl_behaviour"] for row in run.logged) > 1e-3
     fresh = [row for row in run.logged if row["train/lag"] == 0]
     assert len(fresh) == 2
-    assert all(
-        row["train/engine_mismatch_mean"] <= row["train/engine_mismatch_p99"] <= row["train/engine_mismatch_max"]
-        for row in fresh
-    )
+    assert all(row["train/engine_mismatch_mean"] <= row["train/engine_mismatch_max"] for row in fresh)

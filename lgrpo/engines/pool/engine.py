@@ -63,6 +63,7 @@ class EnginePool(RolloutEngine):
             )
         check_range("num_processes", num_processes, at_least=1)
         self.num_processes = num_processes
+        self.dtype = self.engine.dtype
         self.timeouts = timeouts
         self.budget = FailureBudget(max_failures)
         self._workers = Workers(self.engine, num_processes)
