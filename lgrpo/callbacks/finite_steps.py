@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lgrpo.checks import check_range
-from lgrpo.hooks import policy_owner
+from lgrpo.hooks import policy_owner, rollout_owner
 from lgrpo.run.folder import run_folder
-from lgrpo.types import RolloutBatch
 
 
 class NonFiniteError(RuntimeError):
@@ -41,14 +40,6 @@ class FiniteSteps(L.Callback):
         self.keep = keep
         self._in_a_row = 0
         self._kept = 0
-        self._batches: list[RolloutBatch] = []
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch, batch_idx: int
-    ) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._batches = []
-        self._batches.append(batch)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -91,7 +82,8 @@ class FiniteSteps(L.Callback):
         path = run_folder(trainer) / "nonfinite" / f"step-{trainer.global_step}-rank-{trainer.global_rank}.pt"
         with contextlib.suppress(OSError, RuntimeError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"step": trainer.global_step, "batches": [b.state_dict() for b in self._batches]}, path)
+            batches = [batch.state_dict() for batch in rollout_owner(trainer).micro_batches]
+            torch.save({"step": trainer.global_step, "batches": batches}, path)
             self._kept += 1
             return f", its batch is in {path}"
         return ""

@@ -10,7 +10,6 @@ import torch
 
 from lgrpo.checks import check_range
 from lgrpo.hooks import policy_owner, rollout_owner
-from lgrpo.types import RolloutBatch
 
 FLOAT32, REDUCED = 0.01, 0.03
 """Default tolerances, if policy and engine compute in float32, and if one of them does not."""
@@ -43,14 +42,6 @@ class MismatchGuard(L.Callback):
         self.tolerance = tolerance
         self.action: Literal["stop", "warn"] = action
         self._has_warned = False
-        self._batches: list[RolloutBatch] = []
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch, batch_idx: int
-    ) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._batches = []
-        self._batches.append(batch)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -80,7 +71,7 @@ class MismatchGuard(L.Callback):
     def _example(self, trainer: L.Trainer) -> str:
         """Return the fresh token of this rank's step with the largest difference. All ranks must call it."""
         largest, text = -1.0, ""
-        for batch in self._batches:
+        for batch in rollout_owner(trainer).micro_batches:
             policy = policy_owner(trainer).policy_logprobs(batch)
             is_fresh = batch.loss_mask & (batch.lag(trainer.global_step) == 0)[:, None]
             difference = torch.where(is_fresh, (policy - batch.behaviour_logprobs).abs().float(), -1.0)

@@ -37,7 +37,8 @@ class RolloutBuffer:
         self._late = LateGroups()
         self._step = -1
         """Optimizer step for which the micro-batches were made."""
-        self._micro_batches: list[RolloutBatch] = []
+        self.micro_batches: list[RolloutBatch] = []
+        """Pieces of the current rollout, masked for the current pass."""
 
     def __len__(self) -> int:
         return self._rollouts_per_epoch * self._schedule.reuse * self._trainer.accumulate_grad_batches
@@ -46,7 +47,7 @@ class RolloutBuffer:
         self._check_epoch()
         for index in range(self._trainer.fit_loop.batch_idx + 1, len(self)):
             self._advance_to(self._trainer.global_step)
-            yield self._micro_batches[index % self._trainer.accumulate_grad_batches]
+            yield self.micro_batches[index % self._trainer.accumulate_grad_batches]
 
     def _check_epoch(self) -> None:
         """Raise an error if an epoch ends inside an optimizer step, where Lightning would step with a part of it."""
@@ -65,12 +66,12 @@ class RolloutBuffer:
             call_stage(self._trainer, "update")
             self._schedule.release(self._trainer, rollout)
         elif step != self._step:
-            self._prepare.next_pass(self._micro_batches)
+            self._prepare.next_pass(self.micro_batches)
         self._step = step
 
     def _hold(self, batch: RolloutBatch, late: LateGroups) -> None:
         self.rollout, self._late = batch, late
-        self._micro_batches = batch.split(self._trainer.accumulate_grad_batches)
+        self.micro_batches = batch.split(self._trainer.accumulate_grad_batches)
 
     def rollout_state(self) -> dict[str, Any]:
         """Return this rank's current rollout and late groups, for the data module's checkpoint."""

@@ -264,6 +264,11 @@ class RolloutDataModule(L.LightningDataModule):
         """Current rollout, as it is trained on; None before the first."""
         return None if self._buffer is None else self._buffer.rollout
 
+    @property
+    def micro_batches(self) -> list[RolloutBatch]:
+        """The current rollout as the optimizer step takes it, in pieces; empty before the first."""
+        return [] if self._buffer is None else self._buffer.micro_batches
+
     def sampled(self) -> list[RolloutBatch]:
         """Return the current rollout and the queued ones, in order. Queued rollouts have no advantages yet."""
         return [*([self.rollout] if self.rollout else []), *self.schedule.ready()]
