@@ -35,7 +35,7 @@ class EnginePool(RolloutEngine):
     vLLM schedules the tokens of all its completions in one Python thread. For models of up to a few billion parameters
     generation is bound by that thread, not by the GPU; with two processes each thread has half the work.
 
-    Processes are started at the first sync. One that dies or hangs is replaced by a new process with the weights that
+    Processes are started at the first sync. One that exits or hangs is replaced by a new process with the weights that
     the others hold, and its prompts are sampled again. Of a LoRA policy, the merged weights are sent.
     """
 

@@ -54,7 +54,7 @@ class WorkerProcess:
     """A worker process, as the trainer sees it. Every method that waits has a time limit.
 
     ``request`` starts a request and ``answer`` waits for its result; ``call`` does both. A worker that exceeds a time
-    limit or dies raises an ``EngineFailure``, and must be closed.
+    limit or exits raises an ``EngineFailure``, and must be closed.
     """
 
     def __init__(self, engine: RolloutEngine, folder: Path, environment: dict[str, str]) -> None:

@@ -34,7 +34,7 @@ from lgrpo.types import PolicyWeights
 class NCCLTransfer(WeightTransfer):
     """Broadcasts in a process group of the trainer and the workers of all servers, separate from the training group.
 
-    Every collective waits for all members. So each step has a timeout, and if one member fails, all servers count as
+    Every collective waits for all ranks. So each step has a timeout, and if one rank fails, all servers count as
     failed: they are restarted, and the next sync creates another group. Trainer and servers must run the same version
     of vLLM.
 
@@ -210,7 +210,7 @@ class NCCLTransfer(WeightTransfer):
 
 
 def join(rendezvous: dict[str, Any], device: int) -> Any:
-    """Create the group as its rank 0 and wait for all other members."""
+    """Create the group as its rank 0 and wait for all other ranks."""
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
     torch.cuda.set_device(device)  # a new thread starts with device 0
@@ -221,7 +221,7 @@ def join(rendezvous: dict[str, Any], device: int) -> Any:
 
 
 def broadcast(group: Any, tensors: dict[str, Tensor], device: int) -> None:
-    """Broadcast tensors to every other member of the group, packed into one, and wait until they have arrived."""
+    """Broadcast tensors to every other rank of the group, packed into one, and wait until they have arrived."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     torch.cuda.set_device(device)
@@ -304,7 +304,7 @@ def own_address(urls: Iterable[str]) -> str:
 
 
 def check_separate_gpus(own: str, servers: Sequence[Sequence[str]]) -> None:
-    """Raise an error if two members of the NCCL group are on one GPU. NCCL's own message does not name it.
+    """Raise an error if two ranks of the NCCL group are on one GPU. NCCL's own message does not name it.
 
     >>> check_separate_gpus("0", [["6"], ["7"]])
     """
