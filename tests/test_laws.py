@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lgrpo import ClippedLoss, ReferenceRefresh, RolloutBatch, RolloutCallback, ZeroVarianceMask
+from lgrpo import ClippedLoss, ReferenceRefresh, RolloutBatch, RolloutCallback, TransformersEngine, ZeroVarianceMask
 from lgrpo.data.sampler import RolloutSampler
 from lgrpo.engines import EngineError
 from lgrpo.losses import PolicyLogprobs, SequenceMean, TokenMean
@@ -111,6 +111,33 @@ class TestAhead:
         assert plain.recorder.started == ahead.recorder.started
         assert [record.step for record in ahead.data.engine.state.ledger] == [0, 6, 12]
         for a, b in zip(plain.recorder.rollouts, ahead.recorder.rollouts, strict=True):
+            assert torch.equal(a.tokens, b.tokens)
+            assert torch.equal(a.behaviour_logprobs, b.behaviour_logprobs)
+
+    @pytest.mark.parametrize("lead", [0, 1])
+    @pytest.mark.parametrize("ahead", [False, True])
+    @pytest.mark.parametrize("overlaps", [False, True])
+    def test_offline_sampling_ahead_and_in_the_background(self, lead, ahead, overlaps):
+        """Without a further sync, nothing but the calls changes: an epoch in one call, or each in the background."""
+        settings = {"v": None, "i": 2, "rollouts": 3, "epochs": 2, "loss": ClippedLoss(kl_coef=0.1)}
+        plain = fit(**settings)
+        engine = TransformersEngine()
+        engine.can_overlap = overlaps
+        run = build(**settings, data={"engine": engine, "lead": lead, "generate_ahead": ahead})
+        calls, generate = [], engine.generate
+
+        def counted(prompts, *args):
+            calls.append(len(prompts))
+            return generate(prompts, *args)
+
+        engine.generate = counted
+        run.trainer.fit(run.module, datamodule=run.data)
+        assert calls == ([12] * 2 if ahead else [4] * 6), "rollouts of 4 prompts"
+        assert plain.recorder.lags == run.recorder.lags == list(range(12))
+        assert [record.step for record in engine.state.ledger] == [0]
+        assert engine.state_dict()["weights"] is not None, "a run can be extended"
+        assert largest_difference(plain.weights, run.weights) == 0
+        for a, b in zip(plain.recorder.rollouts, run.recorder.rollouts, strict=True):
             assert torch.equal(a.tokens, b.tokens)
             assert torch.equal(a.behaviour_logprobs, b.behaviour_logprobs)
 

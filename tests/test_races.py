@@ -253,3 +253,37 @@ def test_a_process_is_killed_if_its_start_is_interrupted(tmp_path):
     started.submit(lambda: None).result(timeout=20)  # runs after the start
     time.sleep(0.2)
     assert not pid.exists() or until_all_ended(lambda stat: stat[0] == pid.read_text().strip())
+
+
+class Watched(TransformersEngine):
+    """An engine with slow generations that notes whether a sync came during one."""
+
+    can_overlap = True
+
+    def __init__(self):
+        super().__init__()
+        self.is_generating = False
+        self.was_disturbed = False
+
+    def generate(self, *arguments):
+        self.is_generating = True
+        time.sleep(0.2)
+        groups = super().generate(*arguments)
+        self.is_generating = False
+        return groups
+
+    def load_weights(self, *arguments):
+        self.was_disturbed |= self.is_generating
+        return super().load_weights(*arguments)
+
+
+@pytest.mark.parametrize("before", [8, None])
+def test_a_sync_of_a_shorter_period_waits_for_the_generation(tmp_path, before):
+    """The cycle of the checkpoint is longer, so that rollout 4 is being sampled when its sync becomes due."""
+    checkpoint = str(tmp_path / "two.ckpt")
+    fit(**settings(tmp_path, v=before, rollouts=2)).trainer.save_checkpoint(checkpoint)
+    run = build(**settings(tmp_path, v=4, rollouts=2, epochs=4, data={"engine": Watched()}))
+    with pytest.warns(UserWarning, match="period"):
+        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
+    assert [record.step for record in run.data.engine.state.ledger] == [0, 4]
+    assert not run.data.engine.was_disturbed

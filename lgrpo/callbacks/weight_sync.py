@@ -52,6 +52,7 @@ class EngineSync(RolloutCallback, ABC):
                 return  # otherwise the engine has no weights for it, because the run was resumed with another period
         weights = policy_owner(trainer).policy_weights()
         try:
+            data.wait_for_sampling()  # a run resumed with a shorter period may be sampling from the longer cycle
             record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
         except BaseException:
             self.load_state_dict(before)  # a checkpoint written now must repeat this sync

@@ -50,7 +50,8 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         ("schedule", _schedule(sync, reuse)),
         (
             "rollout",
-            f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each",
+            f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each"
+            + (_in_one_call(sync) if data.generate_ahead else ""),
         ),
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
         ("micro-batches", _micro_batches(micro_batches, ranks, rows_each, budget)),
@@ -67,6 +68,14 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         rows += memory_rows(config, rows_each * longest)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _in_one_call(sync: Namespace) -> str:
+    """Return which rollouts ``data.generate_ahead`` samples together."""
+    if "budget" in sync:
+        return "; one in each call, because the next sync is not known in advance"
+    period = sync.get("period")
+    return f"; those of {'an epoch' if period is None else f'a cycle ({period})'} in one call (data.generate_ahead)"
 
 
 def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None) -> str:

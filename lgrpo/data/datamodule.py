@@ -79,8 +79,9 @@ class RolloutDataModule(L.LightningDataModule):
             scoring: Workers and limits of rewards that are not known to be harmless; null scores in this process.
             evaluation: Settings of the validation on the task.
             benchmarks: Other tasks to validate on, by name.
-            generate_ahead: Whether to sample all rollouts up to the next sync in one call. The samples are the same,
-                in larger batches, and the engine sleeps once a cycle instead of once a rollout.
+            generate_ahead: Whether to sample all rollouts up to the next sync in one call (up to the end of the epoch
+                if weight_sync.period is null). The samples are the same, in larger batches, and the engine sleeps once
+                a cycle instead of once a rollout.
             lead: o, number of rollouts by which sampling precedes training; the lag grows by as many.
             max_lag: Largest lag, in optimizer steps, of a completion in a step on it; by default unlimited. With
                 ``reuse`` above 1 a completion may leave after its first passes. Recorded completions have no lag.
@@ -273,10 +274,14 @@ class RolloutDataModule(L.LightningDataModule):
         """Return the current rollout and the queued ones, in order. Queued rollouts have no advantages yet."""
         return [*([self.rollout] if self.rollout else []), *self.schedule.ready()]
 
+    def wait_for_sampling(self) -> None:
+        """Wait until nothing is being sampled, because the engine is about to hold other weights."""
+        self.schedule.wait()
+
     # Validation
 
     def _evaluate(self, index: int) -> EvaluationBatch:
-        self.schedule.wait()  # the engine is about to hold other weights
+        self.wait_for_sampling()
         batch = self._evaluators[index].evaluate()
         self.engine.sleep()
         return batch
@@ -289,7 +294,7 @@ class RolloutDataModule(L.LightningDataModule):
         evaluator = next((evaluator for evaluator in self._evaluators if not evaluator.name), None)
         if evaluator is None:
             raise ValueError("there are no held-out prompts: the task has no validation set")
-        self.schedule.wait()  # the engine is about to hold other weights
+        self.wait_for_sampling()
         batch = evaluator.held_out_rollout(num_prompts, self.group_size, self.sampling)
         self.engine.sleep()
         return batch

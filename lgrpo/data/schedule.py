@@ -15,7 +15,7 @@ from typing import Any
 import lightning as L
 
 from lgrpo.engines import RolloutEngine
-from lgrpo.functional.sync_cycle import rollout_in_background, rollouts_to_sample
+from lgrpo.functional.sync_cycle import ENDLESS, rollout_in_background, rollouts_to_sample
 from lgrpo.hooks import call_rollout_start, call_stage
 from lgrpo.types import RolloutBatch
 
@@ -91,7 +91,7 @@ class RolloutSchedule:
             ends.append(trainer.max_epochs * self._rollouts_per_epoch)
         if trainer.max_steps >= 0:
             ends.append(-(-trainer.max_steps // self.reuse))
-        return max(min(ends, default=2**62), trainer.global_step // self.reuse + 1)
+        return max(min(ends, default=ENDLESS), trainer.global_step // self.reuse + 1)
 
     def _start(self, trainer: L.Trainer, last: int) -> float:
         """Start every rollout up to ``last`` that is not started yet; return the seconds spent in hooks."""
@@ -112,10 +112,10 @@ class RolloutSchedule:
         return seconds
 
     def _request(self, trainer: L.Trainer, rollout: int) -> None:
-        """Request a rollout from the queue, and with ``generate_ahead`` the rest of its cycle."""
+        """Request a rollout from the queue, and with ``generate_ahead`` the rest of its cycle or epoch."""
         if rollout not in self._queue:
-            end = self.end_of_run(trainer)
-            self._queue.request(rollouts_to_sample(rollout, self._cycle_end, end, self.generate_ahead))
+            ends = self._cycle_end, self.end_of_run(trainer)
+            self._queue.request(rollouts_to_sample(rollout, *ends, self.generate_ahead, self._rollouts_per_epoch))
 
     def _on_sampled(self, rollouts: range) -> None:
         if self._cycle_end is not None and rollouts.stop >= self._cycle_end:

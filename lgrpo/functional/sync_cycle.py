@@ -1,10 +1,14 @@
 """When weights are synced and rollouts sampled: the rule that WeightSync, the data module and the simulation share.
 
 Rollouts k = 0, 1, 2, … are sampled and trained in order. Rollout k + ``lead`` is sampled before rollout k is trained.
-A cycle is the rollouts sampled from one set of weights; ``cycle_end`` is the first rollout after it (None: unknown).
+A cycle is the rollouts sampled from one set of weights; ``cycle_end`` is the first rollout after it (None: unknown;
+``ENDLESS`` or later: there is no further sync).
 """
 
 from __future__ import annotations
+
+ENDLESS = 2**62
+"""Number of rollouts that no run reaches."""
 
 
 def is_sync_due(rollout: int, period: int | None, lead: int = 0) -> bool:
@@ -17,23 +21,31 @@ def is_sync_due(rollout: int, period: int | None, lead: int = 0) -> bool:
     return rollout == 0 or (period is not None and num_trained >= 0 and num_trained % period == 0)
 
 
-def num_rollouts_in_cycle(rollout: int, period: int | None, lead: int = 0) -> int | None:
-    """Return how many rollouts are sampled from weights synced before rollout k; None if the period is None.
+def num_rollouts_in_cycle(rollout: int, period: int | None, lead: int = 0) -> int:
+    """Return how many rollouts are sampled from weights synced before rollout k; ``ENDLESS`` if the period is None.
 
     >>> [num_rollouts_in_cycle(k, period=3, lead=2) for k in (0, 2, 5, 6)]
     [2, 3, 3, 2]
     """
     if period is None:
-        return None
+        return ENDLESS
     return lead if rollout < lead else period - (rollout - lead) % period
 
 
-def rollouts_to_sample(rollout: int, cycle_end: int | None, run_end: int, generate_ahead: bool) -> range:
+def rollouts_to_sample(
+    rollout: int, cycle_end: int | None, run_end: int, generate_ahead: bool, per_epoch: int = ENDLESS
+) -> range:
     """Return the rollouts that one call of the engine samples, beginning with rollout k.
+
+    With ``generate_ahead`` these are the rest of the cycle or, if it has no end, of the epoch.
 
     >>> rollouts_to_sample(4, cycle_end=8, run_end=7, generate_ahead=True)
     range(4, 7)
+    >>> rollouts_to_sample(4, cycle_end=ENDLESS, run_end=20, generate_ahead=True, per_epoch=5)
+    range(4, 5)
     """
+    if cycle_end is not None and cycle_end >= ENDLESS:
+        cycle_end = (rollout // per_epoch + 1) * per_epoch
     end = min(cycle_end, run_end) if generate_ahead and cycle_end is not None else rollout + 1
     return range(rollout, max(end, rollout + 1))
 

@@ -94,7 +94,7 @@ class TestAgainstTheLoop:
 
     @pytest.mark.parametrize("can_overlap", [False, True])
     @pytest.mark.parametrize("generate_ahead", [False, True])
-    @pytest.mark.parametrize(("v", "lead"), [(1, 0), (3, 0), (1, 1), (1, 2), (3, 2), (2, 5)])
+    @pytest.mark.parametrize(("v", "lead"), [(1, 0), (3, 0), (1, 1), (1, 2), (3, 2), (2, 5), (None, 0), (None, 2)])
     def test_order_of_sampling_matches_a_run(self, v, lead, generate_ahead, can_overlap, monkeypatch):
         """A real run asks for the same rollouts, after as many others were handed over; syncs and lags are the same."""
         engine = TransformersEngine()

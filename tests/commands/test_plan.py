@@ -83,6 +83,15 @@ def test_on_policy_offline_and_no_reference(capsys):
     assert rows["sync"] == "before the first rollout only"
 
 
+def test_rollouts_in_one_call(capsys):
+    ahead, offline = "--data.generate_ahead=true", "--weight_sync.period=null"
+    assert "one call" not in plan(capsys)["rollout"]
+    assert plan(capsys, ahead)["rollout"].endswith("; those of a cycle (10) in one call (data.generate_ahead)")
+    assert plan(capsys, ahead, offline)["rollout"].endswith("; those of an epoch in one call (data.generate_ahead)")
+    adaptive = plan(capsys, f"--config={CONFIGS / 'adaptive.yaml'}", ahead)
+    assert adaptive["rollout"].endswith("; one in each call, because the next sync is not known in advance")
+
+
 def test_the_engine_has_the_precision_of_the_trainer(capsys):
     vllm, fast = (f"--config={CONFIGS / name}.yaml" for name in ("vllm", "fast"))
     on_gpu = ["--trainer.accelerator=auto", "--trainer.precision=bf16-mixed"]

@@ -20,7 +20,8 @@ Stage = Literal["sync", "overhead", "generate", "update"]
 class Schedule:
     """Settings that decide when a rollout is sampled."""
 
-    period: int
+    period: int | None
+    """v; None never syncs after the first time."""
     lead: int = 0
     generate_ahead: bool = False
     can_overlap: bool = False
@@ -100,7 +101,7 @@ class Loop:
             self.now = max(self.now, self._generation_end())  # a sync waits for the generation
             self._spend("sync", self.sync, self.sync, range(rollout, rollout + 1))
             self.engine_weights = self.trained
-            self.cycle_end = rollout + (num_rollouts_in_cycle(rollout, period, lead) or 0)
+            self.cycle_end = rollout + num_rollouts_in_cycle(rollout, period, lead)
         self._request(rollout)
 
     def _request(self, rollout: int) -> None:
