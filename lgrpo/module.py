@@ -26,7 +26,7 @@ from lgrpo.policy.reference import Reference, ReferenceLogprobs, make_reference
 from lgrpo.policy.strategy import check_precision, check_strategy, clip_gradients, compute_dtype, shard
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.loggers import StepLog, log_evaluation, tolerate_failures
-from lgrpo.run.resume import ResumeSettings, describe, load_state, save_state
+from lgrpo.run.resume import ResumeSettings, check_policy, describe, load_state, save_state
 from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
 
 
@@ -179,6 +179,8 @@ class GRPOModule(L.LightningModule):
         drop_omitted_weights(checkpoint, self.policy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self._is_fitting:
+            check_policy(checkpoint, self.policy.resume_settings())
         restore_omitted_weights(checkpoint, self.policy, self._is_fitting or self.reference is not None)
         if self._is_fitting:  # an evaluation may have other settings than those the scores belong to
             state = load_state(checkpoint, self._resume_settings())

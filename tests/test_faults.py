@@ -46,7 +46,7 @@ from lgrpo.run.checkpoints import PART, is_complete, newest_checkpoint, remove_p
 from lgrpo.run.resume import ResumeError
 from lgrpo.tasks import SortDigits
 from lgrpo.types import RolloutBatch
-from tests.helpers import build, fit, largest_difference, tiny_policy
+from tests.helpers import MODEL, build, fit, largest_difference, tiny_policy
 from tests.processes.alive import until_all_ended
 from tests.processes.two_shards import adapted, clipped, make
 
@@ -163,8 +163,6 @@ class TestChangedSettings:
             fit(**settings(folder), ckpt_path=str(tmp_path / "of-two.ckpt"))
 
     def test_another_model(self, folder):
-        from tests.helpers import MODEL, tiny_policy
-
         policy = tiny_policy(config=MODEL | {"hidden_size": 16})
         with pytest.raises(ResumeError, match=r"model was \{'hidden_size': 32\} and is now \{'hidden_size': 16\}"):
             fit(**settings(folder, policy=policy), ckpt_path=str(folder / "step=5.ckpt"))
@@ -363,7 +361,8 @@ def test_a_policy_sharded_over_two_processes(tmp_path, kind):
     )
     one.trainer.validate(one.module, datamodule=one.data, ckpt_path=str(tmp_path / "one.ckpt"), verbose=False)
     assert largest_difference(dict(one.module.policy_weights()), straight["weights"]) == 0
-    exported, step = read_checkpoint(checkpoint)
+    read = read_checkpoint(checkpoint)
+    exported, step = read["state_dict"], read["global_step"]
     held = dict(straight["weights"])
     assert step == 10
     assert largest_difference(held, {name: exported[f"policy.model.{name}"] for name in held}) == 0

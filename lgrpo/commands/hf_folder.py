@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -14,18 +15,21 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from lgrpo.commands.settings import policy_from_settings
 from lgrpo.functional import combined_checksum, named_checksums
 from lgrpo.policy import CausalPolicy, is_reference
+from lgrpo.run.resume import check_policy
 from lgrpo.run.sharded import read_sharded
 
 PREFIX = "policy."
 
 
 def load_policy(path: Path, settings: Namespace) -> tuple[CausalPolicy, int]:
-    """Return the policy of a checkpoint, and its optimizer step."""
-    state, step = read_checkpoint(path)
+    """Return the policy of a checkpoint, and its optimizer step; raise if it was trained with another tokenizer."""
+    checkpoint = read_checkpoint(path)
+    state, step = checkpoint["state_dict"], checkpoint["global_step"]
     policy = policy_from_settings(settings)
     policy.build()
     saved = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
     saved = {name: tensor for name, tensor in saved.items() if not is_reference(name)}
+    check_policy(checkpoint, policy.resume_settings())
     try:
         policy.load_state_dict(policy.omitted_weights() | saved)
     except RuntimeError as error:
@@ -33,13 +37,12 @@ def load_policy(path: Path, settings: Namespace) -> tuple[CausalPolicy, int]:
     return policy, step
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], int]:
-    """Return the weights of a checkpoint, sharded or not, and its optimizer step. No code in it is executed."""
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return a checkpoint, sharded or not, with its merged weights as ``state_dict``. No code in it is executed."""
     if not path.is_dir():
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        return checkpoint["state_dict"], checkpoint["global_step"]
+        return torch.load(path, map_location="cpu", weights_only=True)
     checkpoint, sharded = read_sharded(path)
-    return sharded["state_dict"], checkpoint["global_step"]
+    return checkpoint | {"state_dict": sharded["state_dict"]}
 
 
 def write_model_folder(policy: CausalPolicy, folder: Path, dtype_name: str | None) -> str:

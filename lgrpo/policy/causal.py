@@ -25,7 +25,15 @@ from lgrpo.policy.attention import PACKED
 from lgrpo.policy.compilation import ActivationBudgetBackend
 from lgrpo.policy.forward import can_pack, check_logits, hidden_states, is_packed, logits
 from lgrpo.policy.loading import character_tokenizer, load_model, load_tokenizer
-from lgrpo.run.resume import ResumeSettings, architecture_of, describe, vocabulary_fingerprint
+from lgrpo.run.resume import (
+    ResumeSettings,
+    architecture_of,
+    chat_template_fingerprint,
+    computation_of,
+    describe,
+    tokenization_fingerprint,
+    vocabulary_fingerprint,
+)
 from lgrpo.types import Adapter, PolicyWeights
 
 
@@ -241,10 +249,13 @@ class CausalPolicy(nn.Module):
             own.lerp_(new.to(own.dtype), 1 - decay) if decay else own.copy_(new)
 
     def resume_settings(self) -> ResumeSettings:
-        """Return what a resumed run must have in common with this one; see ``lgrpo.run.resume``."""
+        """Return what a resumed run or an evaluation of a checkpoint must have in common with the run that wrote it."""
         return {
             "model": architecture_of(self.model.config),
+            "model config": computation_of(self.model.config),
             "tokenizer": vocabulary_fingerprint(self.tokenizer),
+            "tokenization": tokenization_fingerprint(self.tokenizer),
+            "chat template": chat_template_fingerprint(self.tokenizer),
             "lora": describe(self.lora),
             "base": None if self.lora is None else self._base_checksum,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -18,9 +19,12 @@ ResumeSettings = dict[str, Any]
 
 REQUIRED = {
     "model": "the weights of one architecture do not fit another",
+    "model config": "the weights would compute other logits",
     "lora": "the adapters in the checkpoint have different shapes or a different scale",
     "base": "the adapters in the checkpoint belong to another model",
     "tokenizer": "the rollouts in the checkpoint are token ids, which would now mean different text",
+    "tokenization": "prompts would be split into other tokens, or completions would end with another token",
+    "chat template": "prompts would be other texts than those the policy was trained on",
     "data.num_prompts": "the run would continue with different prompts, some never seen and some seen twice",
     "data.group_size": "the groups in the checkpoint have another size",
     "data.reuse": "it determines which rollout a step belongs to, so rollouts would be skipped or repeated",
@@ -42,6 +46,10 @@ CHANGEABLE = {
     "trainer.accumulate_grad_batches": "the gradient is the same except for rounding",
 }
 """Settings that may change, and the effect."""
+
+
+_SPLIT_TEXT = "Unbelievable!  3.14159 × 1,024 = x_1^2\n\tdef été(naïve): return 'don't' # 東京\r\n>0123456789 "
+"""Text with words, numbers, code, spaces and other scripts, which tokenizers split in different ways."""
 
 
 class ResumeError(ValueError):
@@ -82,6 +90,24 @@ def compare_settings(old: ResumeSettings, new: ResumeSettings) -> None:
         warnings.warn("the checkpoint was written with other settings:\n" + "\n".join(allowed), stacklevel=2)
 
 
+def check_policy(checkpoint: Mapping[str, Any], policy: ResumeSettings) -> None:
+    """Raise a ``ValueError`` if a checkpoint was trained with another model or tokenizer than the policy's.
+
+    Only what both sides describe is compared, and nothing is taken from the checkpoint. Metrics of such a checkpoint
+    would be wrong without an error: token ids would mean other text, or prompts would be other tokens.
+    """
+    trained = checkpoint.get("grpo", {}).get("settings", {})
+    changed = [
+        _different_parts(name, trained, policy) for name in policy if trained.get(name, policy[name]) != policy[name]
+    ]
+    if changed:
+        others = " and ".join(f"another {name} ({_short(before)}, now {_short(now)})" for name, before, now in changed)
+        raise ValueError(
+            f"the checkpoint was trained with {others}: use the policy settings of its run (config.yaml in the run "
+            "folder)"
+        )
+
+
 def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
     """Return the parts of a model's config that determine the shapes of its weights."""
     names = (
@@ -94,8 +120,18 @@ def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
         "num_key_value_heads",
         "tie_word_embeddings",
     )
+    return _described(config, names)
+
+
+def computation_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the parts of a model's config that determine its logits and are not visible in the shapes of weights."""
+    names = ("hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window")
+    return _described(config, names)
+
+
+def _described(config: PretrainedConfig, names: Iterable[str]) -> dict[str, Any]:
     text = config.get_text_config()
-    return {name: getattr(text, name) for name in names if getattr(text, name, None) is not None}
+    return {name: describe(value) for name in names if (value := getattr(text, name, None)) is not None}
 
 
 def fingerprint(parts: Iterable[str]) -> str:
@@ -117,6 +153,18 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return fingerprint(f"{token} {i}" for token, i in sorted(tokenizer.get_vocab().items()))
 
 
+def tokenization_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of how a tokenizer splits a text: tokenizers of one vocabulary may differ in this."""
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(_SPLIT_TEXT).input_ids)
+    return fingerprint([*tokens, str(tokenizer.eos_token)])
+
+
+def chat_template_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a hash of a tokenizer's chat template, or of its templates by name; None if it has none."""
+    template = tokenizer.chat_template
+    return None if template is None else fingerprint([json.dumps(template, sort_keys=True)])
+
+
 def describe(value: Any) -> Any:
     """Return an object as plain data: its class and its public attributes, recursively."""
     if value is None or isinstance(value, bool | int | float | str):
@@ -135,11 +183,17 @@ def describe(value: Any) -> Any:
 
 
 def _line(name: str, old: ResumeSettings, new: ResumeSettings, effect: str) -> str:
+    _, before, now = _different_parts(name, old, new)
+    return f"  {name} was {_short(before)} and is now {_short(now)}: {effect}"
+
+
+def _different_parts(name: str, old: ResumeSettings, new: ResumeSettings) -> tuple[str, Any, Any]:
+    """Return the name of a setting, its old and its new value; of two dictionaries, only the parts that differ."""
     before, now = old[name], new[name]
-    if isinstance(before, dict) and isinstance(now, dict):  # show only the parts that differ
+    if isinstance(before, dict) and isinstance(now, dict):
         names = [key for key in (before | now) if before.get(key) != now.get(key)]
         before, now = ({key: values.get(key) for key in names} for values in (before, now))
-    return f"  {name} was {_short(before)} and is now {_short(now)}: {effect}"
+    return name, before, now
 
 
 def _short(value: Any) -> str:

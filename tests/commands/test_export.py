@@ -180,7 +180,7 @@ class TestBadInput:
     def test_the_config_of_another_run(self, run, tmp_path):
         config = CONFIGS / "demo.yaml"
         message = self.refused(run, tmp_path / "out", f"--config={config}")
-        assert "does not fit the config's model" in message
+        assert "was trained with another model" in message
 
     def test_no_adapters(self, run, tmp_path):
         assert "this run trained no adapters" in self.refused(run, tmp_path / "out", "--adapter")
