@@ -172,9 +172,8 @@ class RolloutDataModule(L.LightningDataModule):
         num_rows = rows_per_rank(self.num_prompts, self.group_size, trainer)
         self.train_prompts = self._prompts(self.task, "train", self.sampling)
         self._fingerprint = self.train_prompts.fingerprint()
-        if self.micro_batch_tokens is not None:
-            longest = self.train_prompts.longest + self.sampling.max_tokens
-            set_micro_batches(trainer, num_rows, longest, self.micro_batch_tokens)
+        longest = self.train_prompts.longest + self.sampling.max_tokens
+        budget = set_micro_batches(trainer, num_rows, longest, self.micro_batch_tokens)
         sampler = RolloutSampler(
             prompts=self.train_prompts,
             scorer=self._scorers[""],
@@ -202,6 +201,7 @@ class RolloutDataModule(L.LightningDataModule):
             behaviour_logprobs=self.behaviour_logprobs,
             max_lag=self.max_lag,
             mask_failures=self.scoring is not None and self.scoring.mask_failures,
+            budget=budget,
         )
         self._buffer = RolloutBuffer(trainer, self.schedule, preparation, rollouts_per_epoch)
 

@@ -17,9 +17,29 @@ Rescore: TypeAlias = Callable[[Sequence[RolloutBatch]], Sequence[Sequence[Score]
 """Asks the reward again for the scores of some groups, in one call."""
 
 
+@dataclass(kw_only=True, frozen=True)
+class TokenBudget:
+    """Upper limit of tokens in a micro-batch (``data.micro_batch_tokens``)."""
+
+    max_tokens: int
+    num_micro_batches: int
+    num_rows: int
+    """Number of completions that fit whatever their lengths."""
+
+    def admits(self, groups: Sequence[RolloutBatch]) -> bool:
+        """Return whether no micro-batch of these groups, or of a part of them, can exceed the limit.
+
+        ``RolloutBatch.split`` adds a row to the micro-batch with the fewest tokens, which has at most the mean of the
+        rows before it.
+        """
+        lengths = torch.cat([group.lengths for group in groups])
+        longest, number = int(lengths.max()), self.num_micro_batches
+        return len(lengths) <= self.num_rows or (int(lengths.sum()) - longest) / number + longest <= self.max_tokens
+
+
 @dataclass(kw_only=True)
 class LateGroups:
-    """Groups that lack scores, each with the behaviour step it was sampled at."""
+    """Groups that lack scores or did not fit into a rollout, each with the behaviour step it was sampled at."""
 
     waiting: list[RolloutBatch] = field(default_factory=list)
     num_joined: int = 0
@@ -33,13 +53,18 @@ class LateGroups:
         return bool(self.waiting or self.num_joined or self.num_dropped)
 
     def join(
-        self, batch: RolloutBatch, rescore: Rescore, oldest_step: int, rescore_own: bool
+        self,
+        batch: RolloutBatch,
+        rescore: Rescore,
+        oldest_step: int,
+        rescore_own: bool,
+        budget: TokenBudget | None = None,
     ) -> tuple[RolloutBatch, LateGroups]:
         """Return the rollout with the late groups that are complete by now, and the groups that wait from then on.
 
         An incomplete group of the rollout is replaced by a late group that is complete, or else by a placeholder
-        (rewards NaN, outside the loss). Further complete groups are appended. Neither ``self`` nor ``batch`` changes,
-        so an interrupt cannot lose or duplicate a group.
+        (rewards NaN, outside the loss). Further complete groups are appended as far as ``budget`` admits; the rest
+        waits. Neither ``self`` nor ``batch`` changes, so an interrupt cannot lose or duplicate a group.
 
         Groups sampled before ``oldest_step`` are dropped. ``rescore_own`` asks for scores of the rollout's groups too,
         because it was sampled some time ago.
@@ -49,16 +74,19 @@ class LateGroups:
         late = [group for group in self.waiting if bool(is_recent(group, oldest_step).all())]
         num_dropped = len(self.waiting) - len(late)
         own = split_groups(batch)
-        asked = [*late, *(group for group in own if rescore_own and is_incomplete(group))]
+        asked = [group for group in [*late, *(own if rescore_own else [])] if is_incomplete(group)]
         updated = {id(group): with_scores(group, scores) for group, scores in zip(asked, rescore(asked), strict=True)}
         late, own = ([updated.get(id(group), group) for group in groups] for groups in (late, own))
         complete = [group for group in late if not is_incomplete(group)]
-        waiting = [group for group in [*late, *own] if is_incomplete(group)]
-        remaining = LateGroups(waiting=waiting, num_joined=len(complete), num_dropped=num_dropped)
+        num_complete = len(complete)
         groups = [
             group if not is_incomplete(group) else complete.pop(0) if complete else placeholder(group) for group in own
         ]
-        return replace(concatenate([*groups, *complete]), rollout=batch.rollout, metrics=batch.metrics), remaining
+        while complete and (budget is None or budget.admits([*groups, complete[0]])):
+            groups.append(complete.pop(0))
+        waiting = [*complete, *(group for group in [*late, *own] if is_incomplete(group))]
+        remaining = LateGroups(waiting=waiting, num_joined=num_complete - len(complete), num_dropped=num_dropped)
+        return replace(concatenate(groups), rollout=batch.rollout, metrics=batch.metrics), remaining
 
 
 def is_incomplete(group: RolloutBatch) -> bool:

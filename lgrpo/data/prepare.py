@@ -3,7 +3,7 @@
 :class:`RolloutPreparation` runs these steps, in this order, before the first optimizer step on a rollout:
 
 1. ``RolloutSchedule.get`` waits until the rollout is sampled and scored.
-2. ``join_late_groups`` adds earlier groups whose scores have arrived and takes out groups that lack scores.
+2. ``LateGroups.join`` adds earlier groups whose scores have arrived and takes out groups that lack scores.
 3. Completions that are too old (``data.max_lag``), or could not be scored, are taken out of the loss.
 4. ``set_advantages`` computes advantages from the rewards of all ranks.
 5. ``call_rollout_end`` lets callbacks shrink the loss mask further.
@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
 from lgrpo.advantages import Advantage, Scores
-from lgrpo.data.late import LateGroups, Rescore, padded_to
+from lgrpo.data.late import LateGroups, Rescore, TokenBudget, padded_to
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.engines import RolloutEngine
 from lgrpo.functional import has_reward_variance, stream_uniform
@@ -50,6 +50,7 @@ class RolloutPreparation:
     behaviour_logprobs: Literal["engine", "policy"]
     max_lag: int | None
     mask_failures: bool
+    budget: TokenBudget | None = None
     _last_end: float | None = field(default=None, init=False)
 
     def __call__(self, rollout: int, late: LateGroups) -> tuple[RolloutBatch, LateGroups]:
@@ -57,8 +58,8 @@ class RolloutPreparation:
         trainer, start = self.trainer, time.perf_counter()
         batch, sync_seconds = self.schedule.get(trainer, rollout)
         oldest_step = 0 if self.max_lag is None else trainer.global_step - self.max_lag
-        rescore_own = self.schedule.is_sampled_early
-        batch, late = join_late_groups(late, batch, self.rescore, oldest_step, rescore_own, trainer)
+        batch, late = late.join(batch, self.rescore, oldest_step, self.schedule.is_sampled_early, self.budget)
+        batch = even_out(batch, late, trainer)
         if late.is_active and self.behaviour_logprobs == "policy":
             raise ValueError(
                 "a reward returned NOT_YET and data.behaviour_logprobs is 'policy': when a late group is trained, the "
@@ -107,11 +108,8 @@ class RolloutPreparation:
         return times
 
 
-def join_late_groups(
-    late: LateGroups, batch: RolloutBatch, rescore: Rescore, oldest_step: int, rescore_own: bool, trainer: L.Trainer
-) -> tuple[RolloutBatch, LateGroups]:
-    """Run ``LateGroups.join`` on every rank, then pad the rollouts of all ranks to one size."""
-    batch, late = late.join(batch, rescore, oldest_step, rescore_own)
+def even_out(batch: RolloutBatch, late: LateGroups, trainer: L.Trainer) -> RolloutBatch:
+    """Pad the rollouts of all ranks to one size, and add the metrics of late groups if any rank has some."""
     largest = torch.tensor([len(batch), int(late.is_active)], device=trainer.strategy.root_device)
     if trainer.world_size > 1:
         largest = trainer.strategy.reduce(largest, reduce_op="max")
@@ -121,7 +119,7 @@ def join_late_groups(
         batch.metrics |= {f"rollout/late_{name}": float(count) for name, count in counts.items()}
         if "reward/failures" in batch.metrics:  # late scores may fail too
             batch.metrics["reward/failures"] = float(batch.failed[batch.is_known].sum())
-    return padded_to(batch, size), late
+    return padded_to(batch, size)
 
 
 def set_advantages(batch: RolloutBatch, advantage: Advantage, seed: int, trainer: L.Trainer) -> None:
@@ -306,8 +304,10 @@ def num_micro_batches(num_rows: int, longest: int, budget: int) -> int:
     return -(-num_rows // (budget // longest))
 
 
-def set_micro_batches(trainer: L.Trainer, num_rows: int, longest: int, budget: int) -> None:
-    """Set how many micro-batches Lightning accumulates, from the budget of tokens."""
+def set_micro_batches(trainer: L.Trainer, num_rows: int, longest: int, budget: int | None) -> TokenBudget | None:
+    """Set how many micro-batches Lightning accumulates, from the budget of tokens, if there is one."""
+    if budget is None:
+        return None
     number = num_micro_batches(num_rows, longest, budget)
     if trainer.accumulate_grad_batches not in (1, number):
         raise ValueError(
@@ -316,3 +316,4 @@ def set_micro_batches(trainer: L.Trainer, num_rows: int, longest: int, budget: i
         )
     trainer.accumulate_grad_batches = number
     rank_zero_info(f"{number} micro-batches a step, of at most {budget:,} tokens each (up to {longest:,} a completion)")
+    return TokenBudget(max_tokens=budget, num_micro_batches=number, num_rows=num_rows)

@@ -6,12 +6,18 @@ import re
 
 import lightning as L
 import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from transformers import Qwen2Config
 
+from lgrpo.data.late import TokenBudget
 from lgrpo.data.prepare import num_micro_batches
 from lgrpo.policy.memory import activation_bytes, check_token_budget, logit_bytes
+from lgrpo.rewards import NOT_YET
+from lgrpo.tasks import SortDigits
 from tests.benchmarks.workload import SHAPES
-from tests.helpers import a_batch, fit, largest_difference
+from tests.helpers import LowDigits, a_batch, fit, largest_difference
 
 
 class Sizes(L.Callback):
@@ -43,6 +49,48 @@ def test_a_run_respects_the_budget_and_its_gradient_is_the_same():
     assert len(seen.sizes) == 2 * run.trainer.accumulate_grad_batches
     assert max(seen.sizes) <= 30
     assert largest_difference(run.weights, whole.weights) < 1e-6
+
+
+class DownAtFirst(LowDigits):
+    """Scores nothing until a number of completions was seen: then every late score arrives at once."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def score(self, prompt, completion):
+        self.left -= 1
+        return NOT_YET if self.left >= 0 else super().score(prompt, completion)
+
+
+@pytest.mark.parametrize("max_lag", [None, 3])
+@pytest.mark.parametrize("budget", [10, 20, 24, 30, 60])
+def test_late_groups_respect_the_budget(budget, max_lag):
+    """Two rollouts of 16 completions are late, and join when they fit; none is trained twice or lost."""
+    task = SortDigits(2, num_held_out=20, reward=DownAtFirst(16 + 32))
+    data = {"task": task, "micro_batch_tokens": budget, "max_lag": max_lag}
+    run = fit(rollouts=8, data=data, callbacks=[seen := Sizes()])
+    assert max(seen.sizes) <= budget
+    waiting, joined, dropped = (
+        [batch.metrics.get(f"rollout/late_{name}", 0) for batch in run.recorder.rollouts]
+        for name in ("waiting", "joined", "dropped")
+    )
+    assert waiting[:2] == [4, 8]
+    assert sum(joined) + sum(dropped) + waiting[-1] == 8
+    trained = [p for batch in run.recorder.rollouts for p in batch.positions[batch.is_known][::4].tolist()]
+    assert len(trained) == len(set(trained)) == 24 + sum(joined)
+    assert max_lag is None or waiting[-1] == 0
+    assert budget < 60 or sum(joined) > 0, "completions shorter than the limit leave space"
+
+
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=40), st.integers(10, 60), st.integers(1, 16), st.data())
+def test_an_admitted_rollout_fits_with_any_rows_masked(lengths, max_tokens, num_rows, data):
+    number = num_micro_batches(num_rows, 10, max_tokens)
+    budget = TokenBudget(max_tokens=max_tokens, num_micro_batches=number, num_rows=num_rows)
+    batch = a_batch(size=40).select(torch.arange(len(lengths)))
+    batch.attention_mask = torch.arange(10) < torch.tensor(lengths)[:, None]
+    batch.loss_mask = batch.attention_mask & torch.tensor([data.draw(st.booleans()) for _ in lengths])[:, None]
+    assume(budget.admits([batch]) and number <= len(lengths))
+    assert max(int(piece.lengths.sum()) for piece in batch.split(number)) <= max_tokens
 
 
 @pytest.mark.parametrize(
