@@ -18,6 +18,8 @@ from torch import Tensor
 if TYPE_CHECKING:  # reward workers start faster without it
     from transformers import PretrainedConfig
 
+MIN_WIDTH = 2
+"""Smallest T of [B, T] tensors, because the policy predicts a token from the one before it."""
 RECORDED = -1
 """Behaviour step of a completion that was not sampled by a policy of this run; such a completion has no lag."""
 
@@ -40,7 +42,8 @@ class Completion:
     """One answer sampled from a behaviour policy, or recorded."""
 
     token_ids: list[int]
-    """Sampled tokens, including the end-of-sequence token."""
+    """Sampled tokens, including the end-of-sequence token. May be empty: such a completion has a reward, but nothing
+    to train on."""
     logprobs: list[float]
     """log π_α of each token under the distribution it was drawn from (temperature and truncation applied); NaN if a
     recording has none."""
@@ -141,7 +144,7 @@ class RolloutBatch:
 
     def select(self, rows: Tensor) -> RolloutBatch:
         """Return the given rows, trimmed to the longest of them."""
-        width = int(self.lengths[rows].max())
+        width = max(int(self.lengths[rows].max()), MIN_WIDTH)
         chosen: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)

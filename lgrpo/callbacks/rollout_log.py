@@ -59,7 +59,7 @@ class RolloutLog(RolloutCallback):
             tokenizer.decode(batch.tokens[i][batch.attention_mask[i] & ~sampled]),
             tokenizer.decode(batch.tokens[i][sampled]),
             None if bool(batch.rewards[i].isnan()) else round(float(batch.rewards[i]), 6),
-            round(float(batch.advantages[i][sampled][0]), 6),
+            round(float(batch.advantages[i][sampled][0]), 6) if bool(sampled.any()) else None,
             bool(batch.loss_mask[i].any()),
             behaviour_step,
             None if behaviour_step is None else trainer.global_step - behaviour_step,

@@ -80,7 +80,8 @@ class SupervisedWarmStart(L.Callback):
                     f"a warm start needs the field 'solution'; the training rows have {sorted(prompt.row)}"
                 )
             solution = data.tokenizer(str(prompt.row["solution"]), add_special_tokens=False).input_ids
-            solution = [*solution, data.tokenizer.eos_token_id]
+            if data.tokenizer.eos_token_id is not None:
+                solution = [*solution, data.tokenizer.eos_token_id]
             rows.append(torch.tensor(prompt.token_ids + solution))
             masks.append(torch.tensor([False] * len(prompt.token_ids) + [True] * len(solution)))
         tokens = pad_sequence(rows, batch_first=True, padding_value=data.tokenizer.pad_token_id)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines import Sampling, completion_text
 from lgrpo.rewards import FailedScore, NotYet, Score
-from lgrpo.types import Completion, Prompt, RolloutBatch
+from lgrpo.types import MIN_WIDTH, Completion, Prompt, RolloutBatch
 
 
 class Group(NamedTuple):
@@ -36,7 +36,7 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
     scores = [score for group in groups for score in group.scores]
     starts = torch.tensor([len(p.token_ids) for p in prompts])
     lengths = torch.tensor([len(c.token_ids) for c in completions])
-    size, width = len(completions), int((starts + lengths).max())
+    size, width = len(completions), max(int((starts + lengths).max()), MIN_WIDTH)
     tokens = np.full((size, width), pad_token_id, dtype=np.int64)
     logprobs = np.zeros((size, width), dtype=np.float32)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

@@ -154,7 +154,7 @@ def set_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:
     group_rewards = rewards.view(-1, batch.group_size).mean(1)
     local = {
         "all_tokens": sampled.sum(),
-        "all_sequences": sampled.any(1).sum(),
+        "all_sequences": known.sum(),
         **live_counts(batch),
         "reward": rewards.sum(),
         "reward_squared": rewards.square().sum(),

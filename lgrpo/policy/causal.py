@@ -171,7 +171,7 @@ class CausalPolicy(nn.Module):
         """
         sampled = completion_mask[:, 1:]  # the state at t - 1 predicts token t
         column = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-        last = torch.where(sampled, column, -1).amax(1)  # the last state of each row that predicts a token
+        last = torch.where(sampled, column, 0).amax(1)  # the last state of each row that predicts a token, or the first
         is_read = column <= last[:, None]
         hidden = hidden_states(self.model, tokens[:, :-1], is_read, is_packed(self.attention))
         logprobs, entropy = chunked_token_logprobs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -59,6 +60,11 @@ def load_model(
     else:
         model = AutoModelForCausalLM.from_config(config, **options)
     model.config.eos_token_id = eos_token_ids(model, tokenizer)
+    if not model.config.eos_token_id:
+        rank_zero_warn(
+            "neither tokenizer nor model has an end-of-sequence token, so a completion ends only at "
+            "sampling.max_tokens or at a string of sampling.stop"
+        )
     model.config.architectures = [type(model).__name__]
     num_embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > num_embeddings:

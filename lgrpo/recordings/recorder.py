@@ -114,7 +114,7 @@ class RolloutRecorder(RolloutCallback):
                     "finish_reason": completion.finish_reason,
                     "reward": float(batch.rewards[row]),
                     "failed": bool(batch.failed[row]),
-                    "advantage": float(batch.advantages[row][sampled][0]),
+                    "advantage": float(batch.advantages[row][sampled][0]) if completion.token_ids else None,
                     "behaviour_step": step,
                     "version": None if step is None else versions.get(step),
                 }

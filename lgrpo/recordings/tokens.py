@@ -43,6 +43,8 @@ def tokenised(recording: Recording, tokenizer: PreTrainedTokenizerBase) -> pa.Ta
     for row, (text, token_ids, finish_reason) in enumerate(zip(*columns, strict=True)):
         if token_ids is None:
             token_ids = completion_token_ids(text, finish_reason, tokenizer)
+            if not token_ids:
+                raise ValueError(f"completion {row} of {recording.name} is empty: there is nothing to train on")
             if tokenizer.unk_token_id in token_ids and (tokenizer.unk_token or "") not in text:
                 raise ValueError(
                     f"completion {row} of {recording.name} has characters the tokenizer cannot encode: {text[:200]!r}"
@@ -61,17 +63,16 @@ def _decodes_to(token_ids: list[int], text: str, tokenizer: PreTrainedTokenizerB
 
 
 def completion_token_ids(text: str, finish_reason: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a completion, including the end-of-sequence token unless it was truncated."""
+    """Return the tokens of a completion, including the end-of-sequence token, if there is one, unless truncated."""
     token_ids: Any = tokenizer(text, add_special_tokens=False).input_ids
-    return [*token_ids, tokenizer.eos_token_id] if finish_reason == "stop" else list(token_ids)
+    has_end = finish_reason == "stop" and tokenizer.eos_token_id is not None
+    return [*token_ids, tokenizer.eos_token_id] if has_end else list(token_ids)
 
 
 def check_completion_lengths(recording: Recording, max_tokens: int) -> None:
-    """Raise an error if a completion is empty, or longer than the run allows."""
+    """Raise an error if a completion is longer than the run allows."""
     lengths = pc.list_value_length(recording.table["token_ids"]).to_pylist()
     for row, length in enumerate(lengths):
-        if length == 0:
-            raise ValueError(f"completion {row} of {recording.name} is empty: there is nothing to train on")
         if length > max_tokens:
             raise ValueError(
                 f"completion {row} of {recording.name} has {length} tokens, but data.sampling.max_tokens is "

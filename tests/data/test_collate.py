@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from lgrpo import ClippedLoss
+from lgrpo.callbacks import ImprovementMonitor, RolloutLog
 from lgrpo.data.collate import Group, collate_rollout
-from lgrpo.engines import Sampling
+from lgrpo.engines import Sampling, TransformersEngine
+from lgrpo.recordings import Recording, ReplayEngine, RolloutRecorder
 from lgrpo.types import Completion, Prompt
+from tests.helpers import fit, tiny_policy
 
 
 def collate(prompts, completions):
@@ -32,6 +38,68 @@ def test_prompt_completion_padding():
     assert batch.behaviour_logprobs[1, 1] == -1.25
     assert batch.behaviour_logprobs[1, 2].isnan(), "not known"
     assert collate([[1]], [([2, 3], [-1, -2])]).behaviour_logprobs.tolist() == [[0, -1, -2]]
+
+
+class Reticent(TransformersEngine):
+    """An engine of the user's own that returns some completions without a token."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.every = every
+
+    def sample(self, generation):
+        sampled = replace(generation, on_group=None, groups={})
+        super().sample(sampled)
+        for index, group in sampled.groups.items():
+            first = generation.prompts[index].position * len(group)
+            nothing = generation.completion([], [], "stop")
+            generation.keep(index, [c if (first + j) % self.every else nothing for j, c in enumerate(group)])
+
+
+class TestEmptyCompletions:
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    @pytest.mark.parametrize("every", [1, 3])
+    def test_they_are_logged_recorded_and_counted(self, tmp_path, every, accumulate):
+        """One of three completions, or all of them; all of a micro-batch, too."""
+        run = fit(
+            rollouts=3,
+            loss=ClippedLoss(kl_coef=0.1),
+            callbacks=[RolloutLog(every=1, num_groups=4), RolloutRecorder(), ImprovementMonitor()],
+            data={"engine": Reticent(every)},
+            trainer={"default_root_dir": str(tmp_path), "accumulate_grad_batches": accumulate},
+        )
+        for batch in run.recorder.rollouts:
+            lengths = batch.completion_mask.sum(1).double()
+            num_empty = int((lengths == 0).sum())
+            assert num_empty == 16 if every == 1 else 5 <= num_empty <= 6
+            assert batch.totals.all_sequences == 16
+            assert batch.metrics["rollout/completion_length"] == pytest.approx(float(lengths.mean()))
+            assert batch.metrics["rollout/reward"] == pytest.approx(float(batch.rewards.double().mean()))
+            assert batch.metrics["rollout/live_fraction"] == 1 - num_empty / 16
+        assert [row["train/step_skipped"] for row in run.logged] == [float(every == 1)] * 3
+        rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+        recorded = Recording.read(str(tmp_path / "rollouts")).table.to_pylist()
+        assert len(rows) == len(recorded) == 48
+        for row, again in zip(rows, recorded, strict=True):
+            is_empty = not again["token_ids"]
+            assert (row["advantage"] is None) == (again["advantage"] is None) == is_empty
+            assert row["live"] is not is_empty
+            assert (row["completion"] == again["completion"] == "") or not is_empty
+
+    def test_a_recording_of_them_replays(self, tmp_path):
+        trainer = {"default_root_dir": str(tmp_path)}
+        fit(rollouts=2, callbacks=[RolloutRecorder()], data={"engine": Reticent(3)}, trainer=trainer)
+        run = fit(rollouts=2, v=None, data={"engine": ReplayEngine(str(tmp_path / "rollouts"))})
+        assert all(5 <= int((~batch.completion_mask.any(1)).sum()) <= 6 for batch in run.recorder.rollouts)
+
+    def test_nothing_but_a_prompt_of_one_token(self):
+        batch = collate([[1], [2]], [([], []), ([], [])])
+        policy = tiny_policy()
+        policy.build()
+        for piece in (batch, *batch.split(2)):
+            logprobs, _ = policy(piece.tokens, piece.completion_mask, 1.0)
+            assert logprobs.shape == piece.tokens.shape
+            assert not logprobs.any()
 
 
 @pytest.mark.parametrize(("ids", "logprobs"), [([7, 8], [-0.5, None]), (["7", 8], [-0.5, -0.5]), ([7.5], [-0.5])])

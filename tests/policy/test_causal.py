@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from lgrpo import CausalPolicy, ClippedLoss
+from lgrpo.callbacks import SupervisedWarmStart
 from lgrpo.losses import PolicyLogprobs
 from lgrpo.policy import character_tokenizer
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.forward import can_pack
+from lgrpo.recordings.tokens import completion_token_ids
 from lgrpo.types import StepTotals
 from tests.helpers import CHARACTERS, MODEL, a_batch, fit, tiny_policy
 
@@ -131,6 +134,47 @@ def test_dropout_is_off_and_all_eos_tokens_are_used(folder):
     first, second = (policy(batch.tokens, batch.completion_mask, 1.0)[0] for _ in range(2))
     assert torch.equal(first, second)
     assert policy.weights().config.eos_token_id == [1, 7]
+
+
+def test_a_model_without_an_end_of_sequence_token(folder):
+    """A warning, once; completions end at the length limit, and nothing appends a token that does not exist."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(settings | {"eos_token_id": None}))
+    warm_start = SupervisedWarmStart(num_steps=1, batch_size=4)
+    with pytest.warns(UserWarning, match="has an end-of-sequence token, so a completion ends only at") as caught:
+        run = fit(
+            rollouts=2, policy=CausalPolicy(name=str(folder)), loss=ClippedLoss(kl_coef=0.1), callbacks=[warm_start]
+        )
+    assert len([warning for warning in caught if "end-of-sequence" in str(warning.message)]) == 1
+    for batch in run.recorder.rollouts:
+        assert batch.truncated.all()
+        assert (batch.completion_mask.sum(1) == run.data.sampling.max_tokens).all()
+    assert completion_token_ids("42", "stop", run.data.tokenizer) == run.data.tokenizer("42").input_ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CausalPolicy(name=str(folder)).build()
+
+
+def test_rows_without_a_completion():
+    """They have no log-probabilities and change no others; the graph exists without any, for the backward pass."""
+    policy, batch = tiny_policy(), a_batch()
+    policy.build()
+    expected, _ = policy(batch.tokens, batch.completion_mask, 1.0)
+    mask = batch.completion_mask.clone()
+    mask[::2] = False
+    got, entropy = policy(batch.tokens, mask, 1.0)
+    assert torch.allclose(got[1::2], expected[1::2], atol=1e-6)
+    assert not got[::2].any()
+    got, entropy = policy(batch.tokens, torch.zeros_like(mask), 1.0)
+    assert not got.any()
+    assert not entropy.any()
+    got.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
 
 
 def test_a_model_without_a_pad_token(folder):
