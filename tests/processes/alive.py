@@ -16,12 +16,26 @@ def process_stats():
     return stats
 
 
+def running():
+    """Return pid, ")", state, parent, group and further fields of every process that has not ended."""
+    fields = [[s.split()[0], *s[s.rindex(")") :].split()] for s in process_stats()]
+    return [stat for stat in fields if stat[2] not in "ZX"]
+
+
+def is_running(pid):
+    return any(int(stat[0]) == pid for stat in running())
+
+
+def child_of(pid):
+    """Return the process id of the only child of a process."""
+    (child,) = (int(stat[0]) for stat in running() if int(stat[3]) == pid)
+    return child
+
+
 def until_all_ended(matches, seconds=20):
     """Return whether every process for which ``matches(stat)`` holds has ended, waiting up to ``seconds``."""
     for _ in range(seconds * 10):
-        # pid, ")", state, parent, group
-        fields = [[s.split()[0], *s[s.rindex(")") :].split()] for s in process_stats()]
-        if not any(matches(stat) and stat[2] not in "ZX" for stat in fields):
+        if not any(matches(stat) for stat in running()):
             return True
         time.sleep(0.1)
     return False

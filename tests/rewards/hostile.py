@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import math
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -86,6 +87,46 @@ class HostileByDigit(Hostile):
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         text, _ = self.FAILURES.get(completions[0].text[:1], (completions[0].text, None))
         return super().__call__(prompts, [replace(completions[0], text=text)])
+
+
+class Escaping(Reward):
+    """Starts processes in sessions of their own, which ignore SIGTERM, and appends their ids to a file.
+
+    ``daemon`` returns afterwards, ``hang`` does not, ``exit`` ends the worker, ``kill`` ends the worker's parent.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        for num_forks in (1, 2, 3):
+            self._escape(num_forks)
+        match completion.text:
+            case "hang":
+                time.sleep(1000)
+            case "exit":
+                os._exit(3)
+            case "kill":
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(1000)
+        return 1.0
+
+    def _escape(self, num_forks: int) -> None:
+        """Fork several times, each time in a new session, so that the parents of the last process have ended."""
+        if first := os.fork():
+            if num_forks > 1:
+                os.waitpid(first, 0)
+            return
+        for _ in range(num_forks - 1):
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with open(self.path, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(1000)
+        os._exit(0)
 
 
 class Siblings(BatchReward):

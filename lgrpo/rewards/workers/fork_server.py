@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from lgrpo.rewards.base import BatchReward
 
 _START_TIMEOUT = 120.0  # seconds in which the process imports lgrpo and loads the reward
 _FORK_TIMEOUT = 30.0  # seconds in which a worker is forked; after that the process counts as hung
+_END_TIMEOUT = 20.0  # seconds in which the process ends all others that it and its workers started
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -50,7 +52,8 @@ class Scoring:
 class ForkServer:
     """Process that has a reward loaded, from which workers are forked in milliseconds.
 
-    ``fork_worker`` starts the process if it is not running. ``close`` kills it, and the kernel kills its workers.
+    ``fork_worker`` starts the process if it is not running. ``close`` ends it, its workers, and all processes that
+    their rewards started.
     """
 
     def __init__(self, reward: BatchReward, scoring: Scoring) -> None:
@@ -60,18 +63,21 @@ class ForkServer:
         self._channel: socket.socket | None = None
 
     def fork_worker(self) -> tuple[int, Connection, subprocess.Popen]:
-        """Return a new worker: its process id, the pipe to it, and the process it was forked from."""
+        """Return a new worker: its supervisor's process id, the pipe to it, and the process it was forked from."""
         for _ in range(2):
             if self._channel is None:
                 self._start()
             if (worker := self._fork()) is not None:
                 return worker
-            self.close()
+            self.close(timeout=0.0)
         raise RuntimeError("the process that starts reward workers ends again and again")
 
-    def close(self) -> None:
+    def close(self, timeout: float = _END_TIMEOUT) -> None:
+        """End all processes; kill this one, which signals its workers' supervisors, if that exceeds ``timeout``."""
         if self.process is not None and self._channel is not None:
             self._channel.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout)
             self.process.kill()
             self.process.wait()
         self.process, self._channel = None, None

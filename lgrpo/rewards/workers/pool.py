@@ -52,6 +52,7 @@ class Worker:
     """Process that scores, and its current jobs."""
 
     pid: int
+    """Process id of its supervisor, which ends the worker and all processes that the worker started."""
     pipe: Connection
     fork_server: subprocess.Popen
     """Process it was forked from."""
@@ -77,9 +78,8 @@ class Worker:
         return self.fork_server.returncode is not None
 
     def kill(self) -> None:
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGTERM)
         self.outbox.put(None)
         self.pipe.close()
 

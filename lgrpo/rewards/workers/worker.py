@@ -1,14 +1,15 @@
 """Process that loads a reward once and forks workers from itself, so that a new worker takes milliseconds.
 
 ``fork_server.py`` starts it as ``python -m lgrpo.rewards.workers.worker FD``. Socket FD receives the pickled reward and
-then one pipe end per worker to fork. Each answer is the process id of the new worker.
+then one pipe end per worker to fork. Each answer is the process id of the new worker's supervisor
+(``supervisor.py``), which forks the worker and ends all processes that the worker started. When the socket is closed,
+all of them end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -18,19 +19,22 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import dill
 
 from lgrpo.rewards.base import NOT_YET, AsyncReward, BatchReward, Score, checked_rewards, checked_score
+from lgrpo.rewards.workers.supervisor import adopt_orphans, end_supervisors, signal_at_end_of_parent, supervise
 from lgrpo.types import Completion, Prompt
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended supervisors
+    adopt_orphans()  # processes of rewards whose supervisor was killed
     size, timeout, memory, output = json.loads(channel.recv(1024))
     channel.send(b"k")
     pickled = b""
@@ -44,17 +48,24 @@ def main() -> None:
     except BaseException as error:
         channel.send(f"{type(error).__name__}: {error}"[:1000].encode())
         return
+    own = os.getpid()
     while True:
         message, files, _, _ = socket.recv_fds(channel, 1, 1)
-        if not message:  # the trainer has ended
+        if not message:  # the trainer has closed the channel, or has ended
+            end_supervisors()
             return
         if pid := os.fork():
             os.close(files[0])
             channel.send(str(pid).encode())
         else:
             channel.close()
-            WorkerLoop(reward, Connection(files[0]), timeout).run(memory, output)
+            supervise(partial(score_jobs, reward, files[0], timeout, memory, output), own, files[0])
             os._exit(0)
+
+
+def score_jobs(reward: BatchReward, descriptor: int, timeout: float, memory: int, output: int) -> None:
+    """Score the jobs that arrive at a pipe until it is closed, within limits."""
+    WorkerLoop(reward, Connection(descriptor), timeout).run(memory, output)
 
 
 class WorkerLoop:
@@ -68,9 +79,8 @@ class WorkerLoop:
         self._pid = os.getpid()
 
     def run(self, memory: int, output: int) -> None:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()  # the pool kills the worker's process group, with all processes the worker started
-        end_with_parent()
+        os.setsid()  # the supervisor kills this process group at once, other processes of the reward a moment later
+        signal_at_end_of_parent(signal.SIGKILL)
         self._limit_output(output)
         limit_memory(memory)
         with contextlib.suppress(EOFError, OSError):
@@ -142,12 +152,6 @@ def failed(error: Exception) -> dict[str, Any]:
     """Return an answer with an error."""
     kind = "memory" if isinstance(error, MemoryError) else "errors"
     return {"kind": kind, "error": f"{type(error).__name__}: {error}"[:500]}
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this worker when its fork server ends, which ends with the trainer."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
 from lgrpo.rewards.workers import fork_server
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
-from tests.processes.alive import until_all_ended
+from tests.processes.alive import child_of, is_running, until_all_ended
 from tests.rewards.hostile import (
+    Escaping,
     Fussy,
     Hoarding,
     Hostile,
@@ -214,12 +216,12 @@ def test_answer_of_a_forked_child_is_ignored(isolated):
 
 def test_killed_workers_leave_no_process(isolated):
     score(isolated, "a", "bb")
-    before = [worker.pid for worker in isolated._pool.workers]
+    before = {worker.pid: child_of(worker.pid) for worker in isolated._pool.workers}
     score(isolated, "hang in a child")
     after = [worker.pid for worker in isolated._pool.workers]
     (gone,) = set(before) - set(after)
-    assert until_all_ended(lambda stat: int(stat[4]) == gone)  # the worker and the processes it started
-    pids = [*after, isolated._pool.fork_server.process.pid]
+    assert until_all_ended(lambda stat: int(stat[4]) in (gone, before[gone]))  # with the processes the worker started
+    pids = [*after, *map(child_of, after), isolated._pool.fork_server.process.pid]
     isolated.close()
     assert until_all_ended(lambda stat: int(stat[0]) in pids)
     assert score(isolated, "a") == [1.0]  # the processes are started again
@@ -337,3 +339,61 @@ def test_reward_that_cannot_be_pickled_is_named():
         with pytest.raises(RuntimeError, match=r"Unpicklable cannot be sent to another process .*generator"):
             score(reward, "a", "b", "c")
     reward.close()
+
+
+class TestEscapedProcesses:
+    """A reward may fork and call ``setsid``: no signal to the worker's process group reaches such processes."""
+
+    def escaped(self, path):
+        """Return the ids of the three processes of a score."""
+        pids = set()
+        for _ in range(400):
+            pids = {int(pid) for pid in path.read_text().split()} if path.exists() else set()
+            if len(pids) == 3:
+                path.unlink()
+                return pids
+            time.sleep(0.05)
+        raise AssertionError(f"{len(pids)} of 3 processes have started")
+
+    def running(self, pids):
+        return {pid for pid in pids if is_running(pid)}
+
+    @pytest.mark.parametrize(("text", "timeout"), [("hang", 3.0), ("exit", 60.0)])
+    def test_end_with_their_worker(self, tmp_path, text, timeout):
+        path = tmp_path / "pids"
+        with contextlib.closing(Isolated(Escaping(str(path)), Scoring(num_workers=1, timeout=timeout))) as reward:
+            assert score(reward, "daemon") == [1.0]
+            of_the_worker = self.escaped(path)
+            time.sleep(0.5)
+            assert self.running(of_the_worker) == of_the_worker  # the worker may still use them
+            assert kinds(score(reward, text)) == {"hang": {"timeouts": 1}, "exit": {"crashes": 1}}[text]
+            of_the_worker |= self.escaped(path)
+            assert until_all_ended(lambda stat: int(stat[0]) in of_the_worker)
+            assert score(reward, "daemon") == [1.0]
+
+    @pytest.mark.parametrize("text", ["daemon", "kill"])
+    def test_end_before_close_returns(self, tmp_path, text):
+        path = tmp_path / "pids"
+        with contextlib.closing(Isolated(Escaping(str(path)), Scoring(num_workers=1, timeout=3.0))) as reward:
+            score(reward, text)
+            pids = self.escaped(path)
+            assert self.running(pids) == pids
+        assert not self.running(pids)
+
+    @pytest.mark.parametrize("killed", ["trainer", "fork server"])
+    def test_end_with_a_killed_process(self, tmp_path, killed):
+        code = (
+            "import time\n"
+            "from tests.rewards.workers.test_isolated import Escaping, Isolated, Scoring, score\n"
+            f"reward = Isolated(Escaping({str(tmp_path / 'pids')!r}), Scoring(num_workers=1))\n"
+            "score(reward, 'daemon')\n"
+            "print(reward._pool.fork_server.process.pid, flush=True)\n"
+            "time.sleep(1000)\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+            server, pids = int(process.stdout.readline()), self.escaped(tmp_path / "pids")
+            assert self.running(pids) == pids
+            os.kill(process.pid if killed == "trainer" else server, signal.SIGKILL)
+            have_ended = until_all_ended(lambda stat: int(stat[0]) in pids)
+            process.kill()
+        assert have_ended
