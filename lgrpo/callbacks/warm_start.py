@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lgrpo.checks import check_range
 from lgrpo.hooks import policy_owner
 from lgrpo.policy import CausalPolicy
+from lgrpo.tasks.template import longest_token
 from lgrpo.types import Prompt
 
 
@@ -79,7 +80,13 @@ class SupervisedWarmStart(L.Callback):
                 raise ValueError(
                     f"a warm start needs the field 'solution'; the training rows have {sorted(prompt.row)}"
                 )
-            solution = data.tokenizer(str(prompt.row["solution"]), add_special_tokens=False).input_ids
+            text, context = str(prompt.row["solution"]), policy_owner(trainer).policy.context_length
+            if len(text) > context and len(text) > context * longest_token(data.tokenizer):
+                raise ValueError(
+                    f"the solution of the prompt {prompt.text[:60]!r} has {len(text)} characters, more than the "
+                    f"{context} tokens of the model's context can hold: shorten it, or leave the row out"
+                )
+            solution = data.tokenizer(text, add_special_tokens=False).input_ids
             if data.tokenizer.eos_token_id is not None:
                 solution = [*solution, data.tokenizer.eos_token_id]
             rows.append(torch.tensor(prompt.token_ids + solution))

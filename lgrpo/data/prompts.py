@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from typing import Any, Literal, final
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.data.difficulty import DifficultySampling
 from lgrpo.run.resume import fingerprint
 from lgrpo.tasks import LocatedRow, RowStream, Split, Task
+from lgrpo.tasks.template import longest_token
 from lgrpo.types import Prompt
 
 _CACHE_SIZE = 1024
@@ -37,23 +39,33 @@ class RowRenderer:
     def __call__(self, index: str, row: Mapping[str, Any]) -> Prompt | None:
         """Return the prompt of a row, checked, at position 0; None if it is too long and ``overlong`` is drop."""
         self._check(index, row)
-        text, token_ids = self.task.template.render(row, self.tokenizer)
-        if not token_ids:
-            raise ValueError(f"prompt {index} of the {self.split} set is empty: {dict(row)}")
-        unknown = self.tokenizer.unk_token_id
-        if unknown is not None and unknown in token_ids and self.tokenizer.unk_token not in text:
-            raise ValueError(
-                f"prompt {index} of the {self.split} set has characters the tokenizer cannot encode: {text[:200]!r}"
+        text, token_ids = self.task.template.render(row, self.tokenizer, self.max_tokens * self._longest_token)
+        if token_ids is None:
+            length = (
+                f"{len(text)} characters, but only {self.max_tokens} tokens of up to {self._longest_token} characters"
             )
-        if len(token_ids) <= self.max_tokens:
-            return Prompt(text=text, token_ids=token_ids, row=row, position=0)
+        elif not token_ids:
+            raise ValueError(f"prompt {index} of the {self.split} set is empty: {dict(row)}")
+        else:
+            unknown = self.tokenizer.unk_token_id
+            if unknown is not None and unknown in token_ids and self.tokenizer.unk_token not in text:
+                raise ValueError(
+                    f"prompt {index} of the {self.split} set has characters the tokenizer cannot encode: {text[:200]!r}"
+                )
+            if len(token_ids) <= self.max_tokens:
+                return Prompt(text=text, token_ids=token_ids, row=row, position=0)
+            length = f"{len(token_ids)} tokens, but only {self.max_tokens}"
         if self.overlong == "drop":
             return None
         raise ValueError(
-            f"prompt {index} of the {self.split} set has {len(token_ids)} tokens, but only {self.max_tokens} fit: "
-            f"{text[:60]!r}… Raise data.max_prompt_tokens if it is set, lower data.sampling.max_tokens to leave more "
-            "of the context to prompts, or set data.overlong_prompts to drop"
+            f"prompt {index} of the {self.split} set has {length} fit: {text[:60]!r}… Raise data.max_prompt_tokens if "
+            "it is set, lower data.sampling.max_tokens to leave more of the context to prompts, or set "
+            "data.overlong_prompts to drop"
         )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return longest_token(self.tokenizer)
 
     def _check(self, index: str, row: Mapping[str, Any]) -> None:
         """Raise an error if a row lacks a field that the template or the reward reads, or cannot be scored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
@@ -114,8 +115,15 @@ class _RecordedTemplate(Template):
     def fields(self) -> set[str]:
         return set()
 
-    def render(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    def render(
+        self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_characters: float = math.inf
+    ) -> tuple[str, list[int] | None]:
         if _TEXT not in row:
-            return self.inner.render(row, tokenizer)
+            return self.inner.render(row, tokenizer, max_characters)
         text = row[_TEXT]
-        return text, self.recorded[text]["prompt_token_ids"] or tokenizer(text).input_ids
+        if token_ids := self.recorded[text]["prompt_token_ids"]:
+            return text, token_ids
+        return text, None if len(text) > max_characters else tokenizer(text).input_ids
+
+    def text(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+        return row[_TEXT] if _TEXT in row else self.inner.text(row, tokenizer)

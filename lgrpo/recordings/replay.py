@@ -80,7 +80,7 @@ class ReplayEngine(RolloutEngine):
         recording = Recording.read(self.path)
         recording.check_tokenizer(tokenizer)
         check_sampling(recording, sampling)
-        recording.table = tokenised(recording, tokenizer)
+        recording.table = tokenised(recording, tokenizer, sampling.max_tokens)
         check_completion_lengths(recording, sampling.max_tokens)
         if self.rewards == "recorded" and (unscored := recording.table["reward"].null_count):
             raise ValueError(

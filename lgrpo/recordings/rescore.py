@@ -102,7 +102,7 @@ class _TaskRows:
     @cached_property
     def _by_prompt(self) -> dict[str, Mapping[str, Any]]:
         rows = [row for split in ("validation", "train") for row in self.task.rows(split)]
-        return {self.task.template.render(row, self.tokenizer)[0]: row for row in rows}
+        return {self.task.template.text(row, self.tokenizer): row for row in rows}
 
 
 def _shared(metadata: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines.completions import Sampling
 from lgrpo.recordings.recording import Recording, with_column
+from lgrpo.tasks.template import longest_token
 
 
 def check_sampling(recording: Recording, sampling: Sampling) -> None:
@@ -33,15 +35,24 @@ def check_sampling(recording: Recording, sampling: Sampling) -> None:
             )
 
 
-def tokenised(recording: Recording, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
-    """Return the table with token ids for every completion; texts without ids are tokenised, with their end token."""
+def tokenised(recording: Recording, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> pa.Table:
+    """Return the table with token ids for every completion; texts without ids are tokenised, with their end token.
+
+    A text that is certainly longer than ``max_tokens`` is an error, and not tokenised.
+    """
     table = recording.table.combine_chunks()  # makes access to single rows fast, however many files there were
     if table["token_ids"].null_count == 0 and not recording.has_unknown_tokenizer:
         return table
     columns = (table[name].to_pylist() for name in ("completion", "token_ids", "finish_reason"))
     ids: list[list[int]] = []
+    max_characters = math.inf if max_tokens is None else max_tokens * longest_token(tokenizer)
     for row, (text, token_ids, finish_reason) in enumerate(zip(*columns, strict=True)):
         if token_ids is None:
+            if len(text) > max_characters:
+                raise ValueError(
+                    f"completion {row} of {recording.name} has {len(text)} characters, but data.sampling.max_tokens is "
+                    f"{max_tokens}: raise it, or leave the completion out"
+                )
             token_ids = completion_token_ids(text, finish_reason, tokenizer)
             if not token_ids:
                 raise ValueError(f"completion {row} of {recording.name} is empty: there is nothing to train on")

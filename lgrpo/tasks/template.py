@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,23 +65,39 @@ class Template:
         """
         return _fields(self.prompt)
 
-    def render(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-        """Return the prompt's text and its token ids."""
+    def render(
+        self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_characters: float = math.inf
+    ) -> tuple[str, list[int] | None]:
+        """Return the prompt's text and its token ids; None instead of these if the text is longer than the limit."""
+        text = self.text(row, tokenizer)
+        if len(text) > max_characters:
+            return text, None
+        return text, tokenizer(text, add_special_tokens=not self.chat).input_ids
+
+    def text(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the prompt's text."""
         text = self.prompt.format_map(row)
         solved = [(self.prompt.format_map(e), self.example_answer.format_map(e)) for e in self.examples or []]
         if not self.chat:
-            text = self.separator.join([*(question + answer for question, answer in solved), text])
-            return text, tokenizer(text).input_ids
+            return self.separator.join([*(question + answer for question, answer in solved), text])
         if tokenizer.chat_template is None:
             raise ValueError("template.chat is set, but the tokenizer has no chat template")
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         for question, answer in solved:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": text})
-        rendered = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **(self.chat_options or {})
         )
-        return rendered, tokenizer(rendered, add_special_tokens=False).input_ids
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of characters of a tokenizer's longest token.
+
+    A longer text than n times this number has more than n tokens. That is known at once, while tokenising a text of
+    many megabytes takes minutes and gigabytes.
+    """
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _fields(text: str) -> set[str]:

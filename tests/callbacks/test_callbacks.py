@@ -258,6 +258,14 @@ class TestWarmStart:
         with pytest.raises(ValueError, match="needs the field 'solution'"):
             fit(callbacks=[SupervisedWarmStart()], data={"task": DatasetTask(ExactMatch(), rows, rows)})
 
+    def test_a_solution_that_cannot_fit(self):
+        from lgrpo.rewards import ExactMatch
+        from lgrpo.tasks import DatasetTask
+
+        rows = [{"question": "1>", "answer": "1", "solution": "1" * 161}]
+        with pytest.raises(ValueError, match="has 161 characters, more than the 32 tokens of the model's context"):
+            fit(callbacks=[SupervisedWarmStart()], data={"task": DatasetTask(ExactMatch(), rows, rows)})
+
     def test_no_steps(self):
         with pytest.raises(ValueError, match="num_steps is 0; it must be at least 1: leave the callback out"):
             SupervisedWarmStart(num_steps=0)

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
 
 from lgrpo.data.difficulty import DifficultySampling
 from lgrpo.data.prompts import RowRenderer, StreamedPrompts, load_prompts
@@ -124,6 +125,37 @@ def test_a_prompt_longer_than_the_context(tokenizer):
     assert (len(kept), kept.num_dropped) == (3, 1)
     with pytest.raises(ValueError, match="no prompt of the train set fits"):
         load_prompts(in_memory(rows), "train", tokenizer, max_tokens=1, overlong="drop")
+
+
+@pytest.fixture
+def no_long_text(monkeypatch):
+    """Make tokenising a text of more than 1,000 characters an error: with 30 million it would take two minutes."""
+    tokenise = PreTrainedTokenizerFast.__call__
+
+    def limited(self, text, **options):
+        assert len(text) <= 1000
+        return tokenise(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", limited)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_line_of_megabytes_is_not_tokenised(tmp_path, tokenizer, no_long_text, chat, streamed):
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], {"question": "1" * 30_000_000, "answer": "1", "level": 0}, ROWS[1]])
+    task = DatasetTask(ExactMatch(), train=path, validation=[], template=Template(chat=chat), streaming=streamed)
+    fits = "30000000 characters, but only 10 tokens of up to 5 characters fit: '1111"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2\) of the train set has {fits}"):
+        load_prompts(task, "train", tokenizer, max_tokens=10).at(1)
+    kept = load_prompts(task, "train", tokenizer, max_tokens=10, overlong="drop")
+    assert [kept.at(i).text for i in (0, 1)] == [ROWS[0]["question"], ROWS[1]["question"]]
+
+
+def test_the_longest_token_bounds_the_characters(tokenizer):
+    """A prompt of special tokens has the most characters for its tokens: it fits."""
+    row = {"question": "<pad>" * 10, "answer": "", "level": 0}
+    assert len(load_prompts(in_memory([row]), "train", tokenizer, max_tokens=10).at(0).token_ids) == 10
 
 
 def test_characters_the_tokenizer_cannot_encode(tokenizer):

@@ -400,6 +400,10 @@ def test_broken_recordings(recorded, tmp_path, damage, message):
         ([{"prompt": "1>", "completion": None, "reward": 1}], "completion is None, not a string"),
         ([{"prompt": "1>", "completion": "x", "reward": 1}] * 4, "characters the tokenizer cannot encode: 'x'"),
         ([{"prompt": "1>", "completion": "1234567", "reward": 1}] * 4, r"has 8 tokens, but data\.sampling\.max_tokens"),
+        (
+            [{"prompt": "1>", "completion": "1" * 31, "reward": 1}] * 4,
+            r"has 31 characters, but data\.sampling",
+        ),
         ([{"prompt": "1>", "completion": "", "finish_reason": "length", "reward": 1}] * 4, "is empty"),
         ([{"prompt": "1>", "completion": "1", "finish_reason": "eos", "reward": 1}], "it must be stop or length"),
         (
