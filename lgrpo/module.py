@@ -128,6 +128,7 @@ class GRPOModule(L.LightningModule):
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             self._step_log.start(batch.metrics)
+            self.step_metrics.reset()
         self._step_is_empty = not self.loss.has_gradient(batch.totals)  # optimizer_step may call training_step
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
@@ -158,7 +159,6 @@ class GRPOModule(L.LightningModule):
         elif optimizer_closure is not None:
             optimizer_closure()
         metrics = {f"train/{name}": value for name, value in self.step_metrics.compute().items()}
-        self.step_metrics.reset()
         metrics["train/step_skipped"] = float(self._step_is_empty)
         self._step_log.write(self.trainer, metrics)
 

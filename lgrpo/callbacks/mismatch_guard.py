@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -27,8 +27,9 @@ class MismatchGuard(L.Callback):
     The run then still learns something, from wrong ratios.
 
     The guard warns if the mean difference exceeds the tolerance, or the 99th percentile ten times the tolerance. If the
-    mean exceeds ten times the tolerance, it stops the run before the optimizer step. Steps without completions of lag 0
-    are not checked.
+    mean exceeds ten times the tolerance, it stops the run before the optimizer step. It also checks steps that are
+    skipped because no completion has an advantage, as a wrong engine may be the reason. Steps without completions of
+    lag 0 are not checked.
     """
 
     def __init__(self, tolerance: float | None = None, action: Literal["stop", "warn"] = "stop") -> None:
@@ -42,24 +43,38 @@ class MismatchGuard(L.Callback):
         self.tolerance = tolerance
         self.action: Literal["stop", "warn"] = action
         self._has_warned = False
+        self._step = 0
+        """Optimizer steps before the current one."""
+        self._is_checked = False
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._step = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        self._check(trainer)
+        self._is_checked = True
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step > self._step:
+            if not self._is_checked:  # the step was skipped
+                self._check(trainer)
+            self._is_checked = False
+
+    def _check(self, trainer: L.Trainer) -> None:
         found = policy_owner(trainer).step_metrics.compute()  # over all ranks; the module logs the same values
         if "engine_mismatch_mean" not in found:
             return
-        mean, p99 = found["engine_mismatch_mean"], found.get("engine_mismatch_p99", 0.0)
+        mean, p99 = found["engine_mismatch_mean"], found.get("engine_mismatch_p99")
         tolerance = self.tolerance or default_tolerance(trainer)
         stops = mean > 10 * tolerance and self.action == "stop"
-        is_large = mean > tolerance or p99 > 10 * tolerance
+        is_large = mean > tolerance or (p99 or 0.0) > 10 * tolerance
         if not is_large or (self._has_warned and not stops):
             return
         message = (
-            f"at step {trainer.global_step}, engine and policy disagree about tokens sampled from the same weights: "
-            f"their log-probabilities differ by {mean:.3g} on average, with a 99th percentile of {p99:.3g}, where at "
-            f"most {tolerance:g} and {10 * tolerance:g} are expected.{self._example(trainer)} Ratios and "
-            f"metrics are wrong by as much. {advice(trainer)}"
+            f"at step {self._step}, engine and policy disagree about tokens sampled from the same weights: their "
+            f"log-probabilities differ by {mean:.3g} on average, where at most {tolerance:g} is expected"
+            + ("" if p99 is None else f", with a 99th percentile of {p99:.3g} instead of at most {10 * tolerance:g}")
+            + f".{self._example(trainer)} Ratios and metrics are wrong by as much. {advice(trainer)}"
         )
         if stops:
             raise EngineMismatchError(
@@ -73,7 +88,7 @@ class MismatchGuard(L.Callback):
         largest, text = -1.0, ""
         for batch in rollout_owner(trainer).micro_batches:
             policy = policy_owner(trainer).policy_logprobs(batch)
-            is_fresh = batch.loss_mask & (batch.lag(trainer.global_step) == 0)[:, None]
+            is_fresh = batch.completion_mask & (batch.lag(self._step) == 0)[:, None]
             difference = torch.where(is_fresh, (policy - batch.behaviour_logprobs).abs().float(), -1.0)
             row, column = divmod(int(difference.argmax()), difference.shape[1])
             if (value := float(difference[row, column])) > largest:

@@ -44,6 +44,7 @@ class LossOutput:
         return {
             "loss": self.loss,
             "mask": batch.loss_mask,
+            "sampled": batch.completion_mask,
             "log_ratio": policy - batch.behaviour_logprobs,
             "ratio": self.ratio,
             "clipped_low": self.clipped_low,

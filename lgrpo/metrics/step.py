@@ -48,6 +48,7 @@ class StepMetrics(Metric):
         *,
         loss: Tensor,
         mask: Tensor,
+        sampled: Tensor,
         log_ratio: Tensor,
         ratio: Tensor,
         clipped_low: Tensor,
@@ -59,11 +60,12 @@ class StepMetrics(Metric):
     ) -> None:
         """Add a micro-batch. [B, T] tensors count where ``mask`` is set; ``log_ratio`` is log π_θ/π_α.
 
+        The engine's mismatch counts all ``sampled`` tokens: a wrong engine may be why a rollout has none in the loss.
         Recorded completions may lack data: their ``lag`` is NaN if unknown, and metrics of log π_α count only tokens
         where ``behaviour_known`` is set.
         """
         has_lag, is_known = mask.any(1) & ~lag.isnan(), mask & behaviour_known
-        has_ratio, is_fresh = mask & (behaviour_known | ~ratio.isnan()), mask & (lag == 0)[:, None]
+        has_ratio, is_fresh = mask & (behaviour_known | ~ratio.isnan()), sampled & (lag == 0)[:, None]
         known_log_ratio, known_ratio = _where(is_known, log_ratio), _where(has_ratio, ratio)
         mismatch = log_ratio.abs()  # of fresh tokens: α is π_θ, computed by the engine
         sums = {
@@ -98,13 +100,13 @@ class StepMetrics(Metric):
         total = dict(zip(SUMS, self.sums.tolist(), strict=True))
         largest = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
         metrics = {"loss": total["loss"], "live_tokens": total["tokens"]}
-        if not total["tokens"]:
-            return metrics
         if total["fresh_tokens"]:
             metrics["engine_mismatch_mean"] = total["mismatch"] / total["fresh_tokens"]
             metrics["engine_mismatch_max"] = largest["mismatch"]
             if largest["mismatch_p99"] >= 0:
                 metrics["engine_mismatch_p99"] = largest["mismatch_p99"]
+        if not total["tokens"]:
+            return metrics
         if total["lag_sequences"]:
             metrics |= {"lag": total["lag"] / total["lag_sequences"], "lag_max": largest["lag"]}
         if total["ratio_tokens"]:

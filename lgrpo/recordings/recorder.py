@@ -15,7 +15,7 @@ from lgrpo.data.collate import completions_of
 from lgrpo.hooks import RolloutCallback, RolloutOwner, Stage, policy_owner, rollout_owner
 from lgrpo.recordings.recording import write_recording
 from lgrpo.run.folder import run_folder
-from lgrpo.run.resume import fingerprint, vocabulary_fingerprint
+from lgrpo.run.resume import chat_template_fingerprint, fingerprint, vocabulary_fingerprint
 from lgrpo.types import RolloutBatch
 
 
@@ -81,6 +81,7 @@ class RolloutRecorder(RolloutCallback):
                 "fingerprint": fingerprint([json.dumps(config.to_dict(), sort_keys=True, default=str)]),
             },
             "tokenizer": vocabulary_fingerprint(data.tokenizer),
+            "chat_template": chat_template_fingerprint(data.tokenizer),
             "sampling": dataclasses.asdict(data.sampling),
             "seed": data.seed,
             "world_size": trainer.world_size,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.rewards import FailedScore
 from lgrpo.run.atomic import replaced
-from lgrpo.run.resume import vocabulary_fingerprint
+from lgrpo.run.resume import chat_template_fingerprint, vocabulary_fingerprint
 from lgrpo.tasks.files import is_data_file, read_file
 from lgrpo.types import RECORDED, Completion, Prompt
 
@@ -166,7 +167,7 @@ class Recording:
         return [_completion(row, rewards == "recorded") for row in self.table.take(rows).to_pylist()]
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise an error if token ids were recorded with another tokenizer."""
+        """Raise an error if token ids were recorded with another tokenizer, and warn if the chat template differs."""
         own = vocabulary_fingerprint(tokenizer)
         others = [metadata for metadata in self.metadata if metadata.get("tokenizer") not in (None, own)]
         if others and self.table["token_ids"].null_count < len(self.table):
@@ -174,6 +175,13 @@ class Recording:
                 f"{self.name} was recorded with another tokenizer (that of {_model_of(others[0])}, fingerprint "
                 f"{others[0]['tokenizer']}) than the policy's ({own}): its token ids and log-probabilities are not "
                 "valid here. Copy only prompt, completion and reward into another file to have the texts tokenised"
+            )
+        template = chat_template_fingerprint(tokenizer)
+        if any(metadata.get("chat_template", template) != template for metadata in self.metadata):
+            warnings.warn(
+                f"{self.name} was recorded with another chat template than the tokenizer's: training uses the recorded "
+                "prompts, while validation and sampled groups use prompts of the current template",
+                stacklevel=2,
             )
 
 

@@ -104,6 +104,7 @@ def measured(run: Path) -> dict[str, Any]:
         "zero_variance_fraction": "rollout/zero_variance_fraction",
         "completion_length": "rollout/completion_length",
         "kl_behaviour": "train/kl_behaviour",
+        "engine_mismatch": "train/engine_mismatch_mean",
         "clip_fraction_low": "train/clip_fraction_low",
         "clip_fraction_high": "train/clip_fraction_high",
         "generate_seconds": "time/generate",

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from lgrpo import Sampling, TransformersEngine
-from lgrpo.callbacks import MismatchGuard
+from lgrpo.callbacks import MismatchGuard, ZeroVarianceMask
 from lgrpo.callbacks.mismatch_guard import EngineMismatchError
+from lgrpo.rewards import Reward
+from lgrpo.tasks import SortDigits
 from tests.helpers import MODEL, build, fit, largest_difference, tiny_policy
 
 
@@ -52,6 +54,13 @@ class OtherWeights(TransformersEngine):
         return manifest.checksums
 
 
+class AlwaysWrong(Reward):
+    is_inline = True
+
+    def score(self, prompt, completion):
+        return 0.0
+
+
 def settings(engine, guard, **data):
     policy = tiny_policy(config=MODEL | {"initializer_range": 0.3})  # not close to a uniform distribution
     return {"policy": policy, "callbacks": [guard], "data": {"engine": engine, **data}}
@@ -69,11 +78,20 @@ def test_a_wrong_engine_stops_the_run_before_the_first_step(engine, temperature)
     assert largest_difference(before, dict(run.module.policy_weights())) == 0
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_wrong_engine_stops_a_run_without_rewards(micro_batches):
+    """Every step would be skipped, because the engine samples nonsense."""
+    own = settings(
+        OtherWeights(), MismatchGuard(), task=SortDigits(num_digits=2, num_held_out=20, reward=AlwaysWrong())
+    )
+    own["callbacks"].append(ZeroVarianceMask())
+    with pytest.raises(EngineMismatchError, match=r"at step 0, engine and policy disagree .* For example, token"):
+        fit(**own, trainer={"accumulate_grad_batches": micro_batches})
+
+
 def test_warn_only():
     """Once, and the run is otherwise the same."""
-    with pytest.warns(
-        UserWarning, match=r"differ by .* on average, with a 99th percentile of .* where at most 0\.01"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"differ by .* on average, where at most 0\.01 is expected") as caught:
         run = fit(**settings(OtherTemperature(), MismatchGuard(action="warn")), rollouts=3)
     assert len([w for w in caught if "disagree" in str(w.message)]) == 1
     assert run.trainer.global_step == 3

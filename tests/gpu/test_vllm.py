@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lgrpo import CausalPolicy, Prompt, Sampling
+from lgrpo import CausalPolicy, Prompt, Sampling, TransformersEngine
+from lgrpo.callbacks import MismatchGuard
+from lgrpo.callbacks.mismatch_guard import EngineMismatchError
 from lgrpo.engines import EngineError, EnginePool, Timeouts, VLLMEngine, VLLMServerEngine
 from lgrpo.engines.servers.transfer import nccl
 from tests.gpu import SHAPE
@@ -112,6 +116,41 @@ def test_trainers_precision_is_used(policy, pooled):
         assert {parameter.dtype for parameter in run.module.policy.parameters()} == {torch.float32}
         assert {tensor.dtype for tensor in engine.held_weights().values()} == {torch.bfloat16}
         assert run.logged[0]["train/engine_mismatch_mean"] < 0.05
+    finally:
+        engine.close()
+
+
+class OtherTemperature(TransformersEngine):
+    """Samples at another temperature than the run's."""
+
+    def sample(self, generation):
+        generation.sampling = replace(generation.sampling, temperature=0.5)
+        super().sample(generation)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_mismatch_guard(is_wrong):
+    """A run in bfloat16 passes the guard, and one that samples at another temperature is stopped at its first step."""
+    own = {"kv_cache_gib": 1, "gpu_memory_utilization": 0.1, "max_model_len": 64, "enforce_eager": True}
+    engine = OtherTemperature(dtype="bfloat16") if is_wrong else VLLMEngine(**own)
+    config = CONFIG | ({"initializer_range": 0.1} if is_wrong else {})  # not close to a uniform distribution
+    settings = {
+        "v": 1,
+        "rollouts": 4,
+        "policy": CausalPolicy(config=config, characters="0123456789>"),
+        "data": {"engine": engine},
+        "callbacks": [MismatchGuard()],
+        "trainer": {"accelerator": "gpu", "precision": "bf16-mixed"},
+    }
+    try:
+        if is_wrong:
+            with pytest.raises(EngineMismatchError, match="at step 0, engine and policy disagree"):
+                fit(**settings)
+        else:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*engine and policy disagree")
+                run = fit(**settings)
+            print("mismatch", [metrics["train/engine_mismatch_mean"] for metrics in run.logged])
     finally:
         engine.close()
 

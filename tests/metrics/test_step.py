@@ -19,6 +19,8 @@ def micro_batch(seed, device="cpu"):
     mask = torch.rand(5, 7, generator=draw) < 0.6
     mask[4] = False
     mask[:4, 2] = True
+    sampled = mask.clone()
+    sampled[0, 3:] = True  # sampled, but not in the loss
     known = torch.ones(5, 7, dtype=torch.bool)
     known[3] = False
     log_ratio = torch.randn(5, 7, generator=draw).where(known, torch.nan)
@@ -27,7 +29,8 @@ def micro_batch(seed, device="cpu"):
     batch = {
         "loss": torch.randn((), generator=draw),
         "mask": mask,
-        "log_ratio": log_ratio.where(mask, torch.nan),  # values outside the mask must not count
+        "sampled": sampled,
+        "log_ratio": log_ratio.where(sampled, torch.nan),  # values outside the mask must not count
         "ratio": ratio.where(mask, torch.inf),
         "clipped_low": torch.rand(5, 7, generator=draw) < 0.3,
         "clipped_high": (torch.rand(5, 7, generator=draw) < 0.3).float(),
@@ -43,7 +46,8 @@ def by_loops(batches):
     tokens = [(b, i, j) for b in batches for i, j in b["mask"].nonzero().tolist()]
     with_ratio = [float(b["ratio"][i, j]) for b, i, j in tokens if not b["ratio"][i, j].isnan()]
     log_ratios = [float(b["log_ratio"][i, j]) for b, i, j in tokens if b["behaviour_known"][i, j]]
-    fresh = [abs(float(b["log_ratio"][i, j])) for b, i, j in tokens if b["lag"][i] == 0]
+    sampled = [(b, i, j) for b in batches for i, j in b["sampled"].nonzero().tolist()]
+    fresh = [abs(float(b["log_ratio"][i, j])) for b, i, j in sampled if b["lag"][i] == 0]
     lags = [float(b["lag"][i]) for b in batches for i in range(5) if b["mask"][i].any() and not b["lag"][i].isnan()]
 
     def mean(numbers):
@@ -88,7 +92,8 @@ def test_percentile_of_many_tokens():
     for name in ("clipped_low", "clipped_high", "entropy", "kl_reference"):
         batch[name] = torch.zeros(shape)
     everywhere = torch.ones(shape, dtype=torch.bool)
-    batch |= {"mask": everywhere, "behaviour_known": everywhere, "log_ratio": log_ratio, "ratio": log_ratio.exp()}
+    batch |= dict.fromkeys(("mask", "sampled", "behaviour_known"), everywhere)
+    batch |= {"log_ratio": log_ratio, "ratio": log_ratio.exp()}
     metrics = StepMetrics()
     metrics.update(**batch)
     fresh = log_ratio[:3].abs().flatten().sort().values
@@ -100,8 +105,11 @@ def test_missing_reference_and_missing_live_tokens_are_handled():
     metrics.update(**batch | {"kl_reference": None})
     assert metrics.compute()["kl_reference"] == 0
     metrics.reset()
-    metrics.update(**batch | {"mask": torch.zeros(5, 7, dtype=torch.bool)})
+    nothing = torch.zeros(5, 7, dtype=torch.bool)
+    metrics.update(**batch | {"mask": nothing, "sampled": nothing})
     assert metrics.compute() == {"loss": pytest.approx(float(batch["loss"])), "live_tokens": 0}
+    metrics.update(**batch | {"mask": nothing})
+    assert metrics.compute()["engine_mismatch_mean"] > 0
 
 
 def test_empty_micro_batch_adds_nothing():
@@ -116,7 +124,7 @@ def test_recording_without_log_probabilities_has_no_ratio_metrics():
     mask = torch.zeros(5, 7, dtype=torch.bool)
     mask[3] = batch["mask"][3]
     mask[3, 2] = False
-    metrics.update(**batch | {"mask": mask})
+    metrics.update(**batch | {"mask": mask, "sampled": mask})
     absent = {"lag", "ratio_mean", "kl_behaviour", "engine_mismatch_mean"}
     assert not absent & metrics.compute().keys()
 

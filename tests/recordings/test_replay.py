@@ -497,6 +497,14 @@ def test_another_tokenizer_or_temperature(recorded, tmp_path):
         replay(str(tmp_path / "rollouts.txt"))
 
 
+def test_another_chat_template(recorded):
+    policy = tiny_policy()
+    policy.build()
+    policy.tokenizer.chat_template = "{{ messages }}"
+    with pytest.warns(UserWarning, match="was recorded with another chat template than the tokenizer's"):
+        replay(recorded[1], policy=policy)
+
+
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
 def test_truncated_sampling(recorded, tmp_path, truncation):
     """Its log-probabilities are of no whole distribution; without them the completions can be used."""

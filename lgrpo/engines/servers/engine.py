@@ -70,7 +70,8 @@ class VLLMServerEngine(RolloutEngine):
         """
         Args:
             num_servers: Number of servers to start if no ``urls`` are given.
-            urls: Servers that are already running. Each needs ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
+            urls: Servers that are already running. Each needs ``VLLM_SERVER_DEV_MODE=1``, ``--logprobs-mode
+                processed_logprobs`` and ``--worker-extension-cls
                 lgrpo.engines.vllm.worker_extension.WeightReport``.
             api_key_env: Environment variable with the key of ``urls``. Servers started here get new keys.
             served_model_name: Name of the model in requests.

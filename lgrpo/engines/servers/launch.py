@@ -20,6 +20,10 @@ from lgrpo.engines.servers.transfer.base import WeightTransfer
 from lgrpo.engines.servers.transfer.nccl import check_separate_gpus
 from lgrpo.engines.vllm.runtime import WHOLE_PROMPTS, import_vllm
 
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities of the distribution that tokens are sampled from."""
+WORKER_EXTENSION = "lgrpo.engines.vllm.worker_extension.WeightReport"
+
 
 @dataclass(kw_only=True)
 class ServerLauncher:
@@ -101,9 +105,9 @@ class ServerLauncher:
             "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
             "tensor_parallel_size": self.tensor_parallel_size,
             "enforce_eager": self.is_on_cpu,
-            "logprobs_mode": "processed_logprobs",
+            "logprobs_mode": LOGPROBS_MODE,
             "generation_config": "vllm",
-            "worker_extension_cls": "lgrpo.engines.vllm.worker_extension.WeightReport",
+            "worker_extension_cls": WORKER_EXTENSION,
             "middleware": "lgrpo.engines.servers.client.RequireKey",
             **(WHOLE_PROMPTS if self.is_on_cpu and self.is_seeded else {}),
             **transfer.flags,
@@ -170,11 +174,12 @@ class ServerLauncher:
     # Models and tokenizers
 
     def _check_model(self, server: VLLMServer, timeout: float) -> int:
-        """Return the most tokens a server accepts, or raise an error if it serves another model or tokenizer."""
+        """Return the most tokens a server accepts, or raise an error if its completions cannot be used."""
         served = server.call("GET", "/v1/models", timeout)["data"]
         names = [model["id"] for model in served]
         if self.served_model_name not in names:
             raise EngineError(f"the vLLM server at {server.url} serves {names}, not {self.served_model_name!r}")
+        check_logprobs_mode(server, timeout)
         if server.process is None and self.tokenizer is not None:
             self._check_tokenizer(server, self.tokenizer, timeout)
         return served[names.index(self.served_model_name)].get("max_model_len") or 0
@@ -200,3 +205,22 @@ class ServerLauncher:
                 f"{own[index : index + 1]} here and {other[index : index + 1]} there. Start it with the policy's "
                 "tokenizer (--tokenizer)"
             )
+
+
+def check_logprobs_mode(server: VLLMServer, timeout: float) -> None:
+    """Raise an error if a server returns log-probabilities of another distribution than it samples from.
+
+    vLLM's default is ``raw_logprobs``, those at temperature 1.
+    """
+    try:
+        mode = server.rpc("lgrpo_logprobs_mode", timeout)["logprobs_mode"]
+    except EngineError as error:
+        raise EngineError(
+            f"the vLLM server at {server.url} does not say which log-probabilities it returns. Start it with "
+            f"VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {WORKER_EXTENSION} ({error})"
+        ) from error
+    if mode != LOGPROBS_MODE:
+        raise EngineError(
+            f"the vLLM server at {server.url} returns {mode}, which ignore temperature, top-p and top-k, so ratios "
+            f"would be wrong. Start it with --logprobs-mode {LOGPROBS_MODE}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Callable
@@ -92,6 +93,8 @@ class EmbeddedLLM:
 
     def close(self) -> None:
         """Shut vLLM down, and release its memory."""
+        with contextlib.suppress(Exception):  # if there is no memory left to take back
+            self.wake("weights", "kv_cache")  # vLLM fails to free memory that is asleep, and the next engine crashes
         llm, self.llm = self.llm, None
         llm.llm_engine.engine_core.shutdown()
         del llm

@@ -1,4 +1,4 @@
-"""Worker extension of vLLM servers: reports the weights of a worker."""
+"""Worker extension of vLLM servers: reports the weights of a worker, and how it computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class WeightReport:
 
     def lgrpo_version(self) -> dict[str, int | None]:
         return {"version": self._lgrpo_version}
+
+    def lgrpo_logprobs_mode(self) -> dict[str, str]:
+        return {"logprobs_mode": str(self.vllm_config.model_config.logprobs_mode)}  # type: ignore[attr-defined]
 
     def lgrpo_checksums(self, layout: Layout) -> dict[str, str]:
         return {name: f"{value:016x}" for name, value in checksums(self._lgrpo_model(), layout).items()}

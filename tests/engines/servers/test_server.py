@@ -17,6 +17,7 @@ from lgrpo import Sampling
 from lgrpo.cli import main
 from lgrpo.engines import EngineError, Timeouts, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.servers.client import VLLMServer
+from lgrpo.engines.servers.launch import check_logprobs_mode
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
 from tests.helpers import fit, tiny_policy
 
@@ -150,6 +151,22 @@ def test_syncs_work_after_an_error(policy, engine):
     questions = prompts(policy, *TEXTS)
     groups = engine.generate(questions, 3, Sampling(max_tokens=6), 0, policy.tokenizer)
     assert mismatch(policy, questions, groups) <= TOLERANCE
+
+
+def test_a_server_that_returns_raw_logprobs(policy):
+    engine = VLLMServerEngine(options={"logprobs_mode": "raw_logprobs"})
+    expected = r"returns raw_logprobs, which ignore temperature.*Start it with --logprobs-mode processed_logprobs"
+    with pytest.raises(EngineError, match=expected):
+        engine.load_weights(policy.weights(), step=0)
+    assert not engine.group.servers
+    engine.close()
+
+
+def test_a_server_without_the_worker_extension(engine, monkeypatch):
+    rpc = VLLMServer.rpc
+    monkeypatch.setattr(VLLMServer, "rpc", lambda self, method, timeout: rpc(self, "missing_method", timeout))
+    with pytest.raises(EngineError, match=r"does not say which log-probabilities .*--worker-extension-cls lgrpo\."):
+        check_logprobs_mode(engine.group.servers[0], 30)
 
 
 def test_a_server_that_is_down(policy):
