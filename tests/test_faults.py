@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -419,6 +420,54 @@ def test_externally_launched_ranks_need_a_named_folder(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=r"name one with --trainer\.default_root_dir FOLDER"):
         main(["fit", *SMALL])
+
+
+class FullDisk(L.Callback):
+    """Let no file be flushed to disk while an optimizer step among ``steps`` is the last one."""
+
+    def __init__(self, monkeypatch, steps):
+        self.monkeypatch, self.steps = monkeypatch, steps
+
+    def on_train_batch_start(self, trainer, *args):
+        def fsync(descriptor, flush=os.fsync):
+            if trainer.global_step in self.steps:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            flush(descriptor)
+
+        if trainer.global_step == 0:
+            self.monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize(
+    ("save_top_k", "full", "kept"),
+    [
+        (1, {3}, [8]),
+        (1, {3, 4, 5}, [8]),
+        (1, {7, 8}, [6]),  # the last one that could be written
+        (2, {3, 5, 6}, [7, 8]),
+        (2, {8}, [6, 7]),
+        (2, {1, 2}, [7, 8]),
+    ],
+)
+def test_the_number_of_checkpoints_after_failed_writes(tmp_path, monkeypatch, save_top_k, full, kept):
+    """The disk is full for some steps. The checkpoint that could not be replaced is removed later."""
+
+    class Newest(L.Callback):
+        """Log the number of the step, to keep the newest checkpoints. Look at the folder after every step."""
+
+        def on_train_batch_end(self, trainer, *args):
+            trainer.callback_metrics["newest"] = torch.tensor(float(trainer.global_step))
+            on_disk.append(len(list(tmp_path.glob("step=*.ckpt"))))
+
+    on_disk = []
+    monitor = {} if save_top_k == 1 else {"monitor": "newest", "mode": "max"}
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=save_top_k, **monitor)
+    callbacks = [FullDisk(monkeypatch, full), Newest(), ExactResume(), save]
+    trainer = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+    with pytest.warns(UserWarning, match="no checkpoint could be written"):
+        fit(rollouts=8, callbacks=callbacks, trainer=trainer)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt*")) == [f"step={step}.ckpt" for step in kept]
+    assert max(on_disk) <= save_top_k
 
 
 IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

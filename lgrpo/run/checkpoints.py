@@ -28,7 +28,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its target, flushes it to disk, and renames it. Checks a checkpoint before loading it.
 
     If that fails (the disk is full, the folder read-only), training continues with a warning, and no earlier checkpoint
-    is removed, not even the one that this checkpoint should have replaced.
+    is removed. The one that this checkpoint should have replaced stands in for it: it is removed when this checkpoint
+    would be, or is written after all, so the number of checkpoints stays the configured one.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.num_failures = 0
         self.failed: Path | None = None
         """Target of the last write if it failed, otherwise None."""
+        self._stand_ins: dict[Path, set[Path]] = {}
+        """Checkpoints that were kept because the write of another one failed, by the path of that one."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if "://" in str(path) or storage_options is not None:  # not on a local disk
@@ -65,6 +68,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         else:
             self.failed = None
+            for stand_in in self._stand_ins.pop(path, set()) - {path}:
+                super().remove_checkpoint(stand_in)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
@@ -75,8 +80,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        if self.failed is None:
+        """Remove a checkpoint and those that stand in for it, unless the last write failed: then keep them."""
+        if "://" in str(path):  # not on a local disk
             super().remove_checkpoint(path)
+            return
+        paths = {Path(path), *self._stand_ins.pop(Path(path), set())}
+        if self.failed is not None:
+            self._stand_ins.setdefault(self.failed, set()).update(paths)
+            return
+        for each in paths:
+            super().remove_checkpoint(each)
 
 
 def gather_ranks(trainer: L.Trainer, state: Any) -> list[Any]:
