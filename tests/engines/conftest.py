@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lgrpo.engines import Timeouts, VLLMServerEngine
-from tests.helpers import tiny_policy
+from tests.helpers import MODEL, tiny_policy
 
 
-def build_policy():
+def build_policy(**changes):
     torch.manual_seed(0)
-    policy = tiny_policy()
+    policy = tiny_policy(config=MODEL | changes)
     policy.build()
     return policy
 

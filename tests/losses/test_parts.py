@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from pathlib import Path
 
@@ -80,6 +81,7 @@ def scores(rewards, group_size=4, seed=0):
     return Scores(rewards=rewards, lengths=lengths, draws=torch.rand(len(rewards), generator=g), group_size=group_size)
 
 
+@functools.cache
 def build(method):
     """Build a named method as the command line does."""
     files = [f"--config={CONFIGS / 'tiny.yaml'}", f"--config={CONFIGS / 'algorithms' / method}.yaml"]

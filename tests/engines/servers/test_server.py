@@ -18,6 +18,7 @@ from lgrpo.cli import main
 from lgrpo.engines import EngineError, Timeouts, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.launch import check_logprobs_mode
+from tests.engines.conftest import build_policy
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
 from tests.helpers import fit, tiny_policy
 
@@ -133,6 +134,71 @@ def test_a_server_that_is_already_running(policy, engine, running):
         stale = engine.generate(prompts(policy, *TEXTS), 3, Sampling(max_tokens=6), 0, policy.tokenizer)
     assert stale == expected, "its weights were restored"
     assert engine.group.servers[0].process.poll() is None
+
+
+def test_another_client_syncs_the_server_during_a_request(policy, engine, running, monkeypatch):
+    """The answer comes from weights of another version. It is dropped, and sampled again."""
+    for step in (9, 10):  # so that the version differs from the other client's, which is 0
+        engine.load_weights(policy.weights(), step)
+    questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=6)
+    expected = engine.generate(questions, 3, sampling, 0, policy.tokenizer)
+    other, disturbed, call = VLLMServerEngine(urls=running, seeded=True), [], VLLMServer.call
+
+    def late(server, method, path, *arguments, **options):
+        if path == "/v1/completions" and not disturbed and server.url == running[0]:
+            disturbed.append(path)
+            disturb(policy)
+            other.load_weights(policy.weights(), step=0)
+        return call(server, method, path, *arguments, **options)
+
+    monkeypatch.setattr(engine.group, "servers", engine.group.servers[:1])
+    monkeypatch.setattr(engine, "requests_at_a_time", 1)
+    monkeypatch.setattr(VLLMServer, "call", late)
+    with pytest.warns(UserWarning, match=rf"{running[0]} holds version 0 of the weights, not {engine.state.version}"):
+        groups = engine.generate(questions, 3, sampling, 0, policy.tokenizer)
+    other.close()
+    assert disturbed
+    assert groups == expected
+
+
+class TestPrefixCache:
+    """Neither keys nor values of the previous weights are read after a sync.
+
+    The cache is emptied, and requests of another version do not share its blocks. Each of the two is enough.
+    """
+
+    @pytest.fixture(scope="class")
+    def long(self):
+        """Return a policy with long prompts, and one server of it that caches blocks of 32 tokens."""
+        policy = build_policy(max_position_embeddings=512)
+        engine = VLLMServerEngine(options={"block_size": 32})
+        engine.load_weights(policy.weights(), step=0)
+        yield policy, engine
+        engine.close()
+
+    @pytest.mark.parametrize(
+        "without", [{"cache_salt"}, {"/reset_prefix_cache"}, {"cache_salt", "/reset_prefix_cache"}]
+    )
+    def test_a_long_prompt_after_a_sync(self, long, without, monkeypatch):
+        policy, engine = long
+        questions, call = prompts(policy, "1234567890" * 30 + ">"), VLLMServer.call
+
+        def changed(server, method, path, *arguments, json=None, **options):
+            if path in without:
+                return {"success": True}
+            path = path.replace("/pause?", "/pause?clear_cache=false&")  # it would empty the cache too
+            json = {k: v for k, v in json.items() if k not in without} if path == "/v1/completions" else json
+            return call(server, method, path, *arguments, json=json, **options)
+
+        monkeypatch.setattr(VLLMServer, "call", changed)
+        for step in (1, 2):
+            disturb(policy)
+            engine.load_weights(policy.weights(), step)
+            groups = engine.generate(questions, 4, Sampling(max_tokens=8), 0, policy.tokenizer)
+        if len(without) == 2:
+            assert mismatch(policy, questions, groups) > 0.01, "the prompt fills no block, so the others prove nothing"
+        else:
+            assert mismatch(policy, questions, groups) <= TOLERANCE
 
 
 def test_a_server_with_another_model(policy, running):
