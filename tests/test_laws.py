@@ -35,6 +35,18 @@ class TestLag:
             assert row["train/ratio_max"] == row["train/ratio_min"] == 1.0
             assert row["train/kl_behaviour"] == 0.0
 
+    def test_logprobs_are_recomputed_for_the_micro_batches_of_the_first_step(self):
+        """Rows that are computed together with others are rounded differently, and the ratio would not be exactly 1."""
+        run = build(v=1, i=1, rollouts=2, data={"behaviour_logprobs": "policy"}, trainer={"accumulate_grad_batches": 3})
+        recomputed, trained = [], []
+        module, step = run.module, run.module.training_step
+        policy_logprobs = module.policy_logprobs
+        module.policy_logprobs = lambda b: recomputed.append(b.rows.tolist()) or policy_logprobs(b)
+        module.training_step = lambda batch, batch_idx: trained.append(batch.rows.tolist()) or step(batch, batch_idx)
+        run.trainer.fit(run.module, datamodule=run.data)
+        assert len(trained) == 6
+        assert recomputed == trained
+
     @pytest.mark.parametrize(("v", "i", "m"), [(4, 1, 1), (4, 2, 2), (1, 3, 1), (3, 2, 1)])
     def test_lag_is_j_times_i_plus_p(self, v, i, m):
         rollouts = 2 * v + 1

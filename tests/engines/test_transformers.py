@@ -10,6 +10,7 @@ import torch
 from lgrpo import Prompt, Sampling, TransformersEngine
 from lgrpo.engines import NoWeightsError, WeightSyncError
 from lgrpo.engines.transformers import draw
+from lgrpo.types import PolicyWeights
 from tests.helpers import tiny_policy
 
 
@@ -62,6 +63,12 @@ def test_samples_do_not_depend_on_batch_or_order(policy, engine):
     assert [group[:2] for group in together] == fewer
     assert together != as_ids(engine.generate(questions, 4, sampling, 8, policy.tokenizer))
     assert len({tuple(ids) for ids in together[1]}) > 1, "siblings draw from different streams"
+
+
+def test_copies_of_a_prompt_draw_from_different_streams(policy, engine):
+    """A prompt's position in the run is part of the key of its stream: a second epoch samples other completions."""
+    first, second = engine.generate(prompts(policy, "12>", "12>"), 4, Sampling(max_tokens=10), 7, policy.tokenizer)
+    assert as_ids([first]) != as_ids([second])
 
 
 def test_samples_follow_the_distribution(policy, engine):
@@ -158,6 +165,16 @@ def test_state_survives_a_checkpoint(policy, engine, tmp_path):
     a = engine.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer)
     b = other.generate(prompts(policy, *TEXTS), 4, Sampling(max_tokens=8), 0, policy.tokenizer)
     assert a == b
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_weights_are_rejected(policy, engine, value):
+    weights = dict(policy.weights())
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], value)
+    with pytest.raises(WeightSyncError, match=r"the policy's model\.norm\.weight is not finite"):
+        engine.load_weights(PolicyWeights.of(policy.model.config, weights), step=4)
+    assert engine.state.step is None, "unverified weights are not sampled from"
+    assert [record.step for record in engine.state.ledger] == [3]
 
 
 def test_different_model_is_rejected(engine):

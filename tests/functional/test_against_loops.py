@@ -116,6 +116,18 @@ def test_clipped_surrogate_equals_a_loop(token, clip_low, clip_high, centre):
     close(F.clipped_surrogate(log_rho.exp(), t[3], *band), [expected], 1e-9)
 
 
+def test_a_ratio_on_the_edge_of_the_band_is_inside():
+    edges = torch.tensor([0.75, 1.25])
+    for advantage in (-1.0, 0.0, 1.0):
+        same = torch.full((2,), advantage)
+        assert F.one_side(edges, same, 0.75, 1.25).tolist() == [True, True]
+        assert [side.tolist() for side in F.outside_band(edges, same, 0.75, 1.25)] == [[False, False]] * 2
+    assert F.two_side(edges, 0.75, 1.25).tolist() == [True, True]
+    outer = torch.tensor([0.25, 0.75, 1.25, 4.0])
+    for advantage, expected in ((1.0, [True, True, True, False]), (-1.0, [False, True, True, True]), (0.0, [True] * 4)):
+        assert F.ring(outer, torch.tensor(advantage), 0.75, 1.25, 0.25, 4.0).tolist() == expected
+
+
 def test_log_ratio_uses_the_chosen_denominator():
     policy = torch.tensor([-1.0], requires_grad=True)
     behaviour, proximal = torch.tensor([-3.0]), torch.tensor([-2.0])

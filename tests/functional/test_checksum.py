@@ -48,6 +48,18 @@ def test_checksum_of_several_blocks_is_that_of_the_whole():
     assert int(tensor_checksum(numbers)) == int(expected.sum())
 
 
+@pytest.mark.parametrize("size", [7, 8, 9, 63, 64, 72])
+def test_tensors_of_single_bytes(size):
+    """They are read in words of eight bytes only if there are whole ones."""
+    tensor = torch.arange(size).to(torch.int8)
+    seen = {int(tensor_checksum(tensor))}
+    for index in range(size):
+        other = tensor.clone()
+        other[index] += 1
+        seen.add(int(tensor_checksum(other)))
+    assert len(seen) == 1 + size
+
+
 def several(device: str) -> list[torch.Tensor]:
     """Return tensors of every type and of many sizes, two of them not aligned to eight bytes."""
     draw = torch.Generator().manual_seed(0)
