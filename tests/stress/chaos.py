@@ -30,7 +30,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import lightning as L
 import torch
 
-from lgrpo.cli import main as lgrpo
+import lgrpo.commands.fit  # noqa: F401  # before the forks, so that none imports it again
+from lgrpo.cli import main as run_lgrpo
 from lgrpo.hooks import RolloutCallback, Stage
 from lgrpo.recordings import Recording
 from lgrpo.report import read_series
@@ -196,7 +197,7 @@ def _run(arguments: list[str], log: Path, writer: int) -> None:
     code = 1
     try:
         reporter = ["--trainer.callbacks+=tests.stress.chaos.StageReporter", f"--trainer.callbacks.descriptor={writer}"]
-        lgrpo(["fit", *arguments, *reporter])
+        run_lgrpo(["fit", *arguments, *reporter])
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -262,7 +263,8 @@ def compare(straight: Path, broken: Path, trial: Trial) -> float:
     is_exact = trial.engine not in ROUNDED
     ends = [torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) for run in (straight, broken)]
     for end in ends:
-        assert (end["global_step"], end["epoch"]) == (trial.num_steps, trial.epochs - 1)
+        found, wanted = (end["global_step"], end["epoch"]), (trial.num_steps, trial.epochs - 1)
+        assert found == wanted, f"step and epoch are {found} instead of {wanted}"
     weights = [end["state_dict"] for end in ends]
     difference = max(float((tensor - weights[1][name]).abs().max()) for name, tensor in weights[0].items())
     assert difference == 0 if is_exact else difference < 1e-3, f"the weights differ by {difference}"
