@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from lgrpo.commands import COMMANDS, INTERRUPTED
+from lgrpo.commands.configs import with_config_paths
 
 EXPECTED_WARNINGS = (
     r"LightningCLI's args parameter",
@@ -63,6 +64,7 @@ def run_command(args: list[str]) -> None:
     if name not in COMMANDS and not name.startswith("-"):
         raise SystemExit(f"lgrpo: there is no command {name!r}; the commands are {', '.join(COMMANDS)}")
     quiet_lightning()
+    args = with_config_paths(args)
     if os.getcwd() not in sys.path:  # class_path finds modules in the current folder
         sys.path.append(os.getcwd())
     if name.startswith("-") or COMMANDS[name].module == "fit":

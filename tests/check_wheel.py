@@ -24,6 +24,14 @@ assert "Leon Sorokin" in page_html({{"runs": []}})  # the licence of the chart l
 print("lgrpo", lgrpo.__version__, "from the wheel")
 """
 
+TWO_STEPS = [
+    "--run=first",
+    "--data.num_rollouts=2",
+    "--trainer.max_epochs=1",
+    "--trainer.enable_progress_bar=false",
+    "--data.evaluation.num_problems=4",
+]
+
 
 def main() -> None:
     (wheel,) = Path(sys.argv[1]).glob("lgrpo-*.whl")
@@ -39,8 +47,10 @@ def main() -> None:
         ).stdout.strip()
         (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([python, "-c", CHECK.format(prefix=folder)], check=True, cwd=folder)
-        config = Path(__file__).parent.parent / "configs" / "demo.yaml"
-        subprocess.run([Path(folder) / "bin" / "lgrpo", "plan", "--config", config.resolve()], check=True, cwd=folder)
+        empty = Path(folder) / "empty"
+        empty.mkdir()
+        for arguments in (["configs"], ["plan", "--config", "demo"], ["fit", "--config", "demo", *TWO_STEPS]):
+            subprocess.run([Path(folder) / "bin" / "lgrpo", *arguments], check=True, cwd=empty)
 
 
 if __name__ == "__main__":

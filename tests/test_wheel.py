@@ -18,4 +18,6 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from the wheel" in done.stdout
-    assert "v = 10, i = 1" in done.stdout
+    assert "papers/a_gsm8k" in done.stdout, "lgrpo configs"
+    assert "v = 10, i = 1" in done.stdout, "lgrpo plan --config demo"
+    assert "lgrpo report first writes an HTML page of it" in done.stdout, "lgrpo fit --config demo"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lgrpo.checks import check_range
 from lgrpo.commands import command_parser
+from lgrpo.commands.configs import find_config
 
 
 def main(args: list[str]) -> None:
@@ -19,7 +20,9 @@ def main(args: list[str]) -> None:
         "lgrpo sweep configs/sweeps/period.yaml --jobs 2",
     )
     parser.add_argument(
-        "grid", type=Path, metavar="GRID.yaml", help="Grid of configs, settings, arms, seeds, metrics and baseline."
+        "grid",
+        metavar="GRID",
+        help="File with a grid of configs, settings, arms, seeds, metrics and baseline, or a packaged one's name.",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="Folder of the sweep. Default: runs/sweeps/NAME.")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="Number of runs at the same time. Default: 1.")
@@ -31,7 +34,7 @@ def main(args: list[str]) -> None:
     from lgrpo.sweep import Results, SweepError, check_grid, draw_results, list_runs, read_grid, run_all
 
     try:
-        grid = read_grid(options.grid)
+        grid = read_grid(find_config(options.grid))
         check_grid(grid, settings_parser())
         out = options.out or Path("runs") / "sweeps" / grid.name
         runs = list_runs(grid, out)
