@@ -454,3 +454,36 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(" ".join(["usage: lgrpo", *command]))
     assert "example:" in done.stdout
+
+
+class TestFoldersThatCannotBeWritten:
+    """Permission bits do not bind root, but a file in place of a folder and ``/proc`` do."""
+
+    @pytest.fixture(params=["below a file", "/proc"])
+    def folder(self, tmp_path, request):
+        (tmp_path / "file").write_text("x")
+        return tmp_path / "file" / "run" if request.param == "below a file" else Path("/proc/lgrpo-run")
+
+    @pytest.fixture(autouse=True)
+    def no_model(self, monkeypatch):
+        monkeypatch.setattr(LGRPOCLI, "instantiate_classes", lambda self: pytest.fail("the model would be loaded"))
+
+    def test_fit(self, folder):
+        with pytest.raises(SystemExit, match=rf"^lgrpo: nothing can be written to the folder {folder} \(.*: choose an"):
+            main(["fit", *with_base("tiny.yaml"), f"--run={folder}"])
+
+    def test_fit_with_a_folder_for_checkpoints(self, folder, tmp_path):
+        with pytest.raises(SystemExit, match=f"nothing can be written to the folder {folder}"):
+            main(
+                [
+                    "fit",
+                    *with_base("tiny.yaml"),
+                    f"--run={tmp_path / 'run'}",
+                    f"--checkpoint.dirpath={folder}",
+                ]
+            )
+        assert not (tmp_path / "run").exists()
+
+    def test_validate_with_files_of_results(self, folder):
+        with pytest.raises(SystemExit, match=f"nothing can be written to the folder {folder}"):
+            main(["validate", *with_base("tiny.yaml"), f"--run={folder}", "--data.evaluation.results=jsonl"])

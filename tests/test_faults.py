@@ -389,7 +389,7 @@ def test_a_policy_sharded_over_two_processes(tmp_path, kind):
 def test_a_killed_rank_ends_the_other(rank):
     """The surviving rank is not in a collective, where it would notice; RankWatch must end it."""
     command = [sys.executable, "-m", "tests.processes.two_deaths", str(rank)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
     pids = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("process ")}
     assert len(pids) == 2
     assert until_all_ended(lambda stat: stat[0] in pids)
@@ -484,14 +484,14 @@ def test_a_disk_that_fills_up_or_becomes_read_only(tmp_path, fault):
     fault_command = "dd if=/dev/zero of=disk/filler bs=1k" if fault == "full" else "mount -o remount,ro disk"
     script = f"""
         mount -t tmpfs -o size=12m none disk
-        (for i in $(seq 1200); do [ -e disk/run/checkpoints/last.ckpt ] && break; sleep 0.05; done; {fault_command}) \
+        (for i in $(seq 3000); do [ -e disk/run/checkpoints/last.ckpt ] && break; sleep 0.05; done; {fault_command}) \
             > /dev/null 2>&1 &
         {lgrpo} fit {options} --trainer.log_every_n_steps=1
         code=$?
         cp -r disk/run kept
         exit $code
     """
-    done = subprocess.run([*IN_A_NAMESPACE, script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*IN_A_NAMESPACE, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     reason = "No space left on device" if fault == "full" else "Read-only file system"
     assert f"no checkpoint could be written to disk/run/checkpoints/step=10.ckpt ({reason})" in done.stderr

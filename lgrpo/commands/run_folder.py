@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lgrpo.report import find_checkpoints
 from lgrpo.run.checkpoints import newest_checkpoint, remove_partial
-from lgrpo.run.folder import RunFolder
+from lgrpo.run.folder import RunFolder, check_writable
 
 
 def evaluation_folder(settings: Namespace) -> Path:
@@ -23,7 +23,11 @@ def evaluation_folder(settings: Namespace) -> Path:
             raise SystemExit(
                 "lgrpo: --checkpoints evaluates every checkpoint of a run and --ckpt_path one: give one of the two"
             )
-    return Path(_named_folder(settings) or settings.checkpoints or ".")
+        check_writable(Path(settings.checkpoints))  # for the summary of all checkpoints
+    folder = Path(_named_folder(settings) or settings.checkpoints or ".")
+    if settings.data.evaluation.results is not None:
+        check_writable(folder)
+    return folder
 
 
 def claim_training_folder(settings: Namespace) -> RunFolder:
@@ -54,6 +58,8 @@ def claim_training_folder(settings: Namespace) -> RunFolder:
         except FileNotFoundError as error:
             raise SystemExit(f"lgrpo: {error}") from error
         remove_partial(checkpoints)
+    if settings.checkpoint.dirpath and settings.trainer.enable_checkpointing is not False:
+        check_writable(Path(settings.checkpoint.dirpath))
     folder = RunFolder(Path(run))
     rank_zero_only(folder.claim)(is_resuming)
     return folder

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class RunFolder:
         """Create and lock the folder; exit if another process has the lock or the folder holds a different run."""
         if self.path.exists() and not self.path.is_dir():
             raise SystemExit(f"lgrpo: the run folder {self.path} is a file")
+        check_writable(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY)
         if not _acquire(self._lock):
@@ -59,6 +61,21 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def check_writable(folder: Path) -> None:
+    """Exit if nothing can be written to a folder, or to the one in which it would be created. Leaves nothing there."""
+    existing = folder
+    while not os.path.exists(existing):
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise SystemExit(
+            f"lgrpo: nothing can be written to the folder {folder} ({error.strerror}): choose another --run, or make "
+            f"{existing} writable"
+        ) from error
 
 
 def run_folder(trainer: L.Trainer) -> Path:
