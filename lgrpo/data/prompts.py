@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.data.difficulty import DifficultySampling
 from lgrpo.run.resume import fingerprint
 from lgrpo.tasks import LocatedRow, RowStream, Split, Task
+from lgrpo.tasks.rows import has_long_integer
 from lgrpo.tasks.template import longest_token
 from lgrpo.types import Prompt
 
@@ -77,6 +79,11 @@ class RowRenderer:
                 )
             if empty := sorted(name for name in required if row[name] is None):
                 raise ValueError(f"the {reader} reads {empty}, which is null in row {index} of the {self.split} set")
+        if long := sorted(name for name, value in row.items() if has_long_integer(value)):
+            raise ValueError(
+                f"row {index} of the {self.split} set has in {long} an integer of more than "
+                f"{sys.get_int_max_str_digits()} digits: write it as text"
+            )
         if fields and all(str(row[name]).strip() == "" for name in fields):
             raise ValueError(f"prompt {index} of the {self.split} set is empty: {dict(row)}")
         try:

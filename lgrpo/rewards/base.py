@@ -167,6 +167,8 @@ def checked_score(name: str, value: object, prompt: Prompt, completion: Completi
         number = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = math.nan
+    except OverflowError:  # an integer, which may have too many digits to be printed
+        number = value = math.inf
     if not abs(number) < 1e38:  # the range of float32; false for NaN too
         raise ValueError(
             f"{name} returned {value!r}, not a finite number, for completion {completion.text[:200]!r} of prompt "

@@ -15,6 +15,7 @@ from lgrpo.rewards.base import Reward
 from lgrpo.types import Completion, Prompt
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_EXPONENT = re.compile(r"e([+-]?\d+)\s*$", re.IGNORECASE)
 _MAX_LENGTH = 200
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -47,9 +48,11 @@ class CountdownEquation(Reward):
     def check_row(self, row: Mapping[str, Any]) -> None:
         numbers, target = row[self.numbers_field], row[self.target_field]
         try:
-            Fraction(str(target)), [int(number) for number in numbers]
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"numbers {numbers!r} and target {target!r} are not a Countdown problem") from error
+            as_fraction(target), [int(number) for number in numbers]
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"numbers {str(numbers)[:200]} and target {str(target)[:200]} are not a Countdown problem"
+            ) from error
 
     def final_answer(self, text: str) -> str | None:
         return final_equation(text) or None
@@ -61,7 +64,20 @@ class CountdownEquation(Reward):
             return 0.0
         if used != Counter(int(number) for number in prompt.row[self.numbers_field]):
             return 0.0
-        return 1.0 if value == Fraction(str(prompt.row[self.target_field])) else self.partial
+        return 1.0 if value == as_fraction(prompt.row[self.target_field]) else self.partial
+
+
+def as_fraction(target: object) -> Fraction:
+    """Return a target as an exact number; raise a ``ValueError`` if it is none, or too long to compute with.
+
+    >>> as_fraction("2.5"), as_fraction(1e22)
+    (Fraction(5, 2), Fraction(10000000000000000000000, 1))
+    """
+    text = str(target)
+    exponent = _EXPONENT.search(text)
+    if len(text) > _MAX_LENGTH or (exponent and abs(int(exponent[1])) > _MAX_LENGTH):
+        raise ValueError(f"{text[:40]} is too long")  # the exact value of 1e999999999 would fill the memory
+    return Fraction(text)
 
 
 def final_equation(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, final
@@ -65,6 +66,11 @@ class NumericMatch(Reward):
         gold = last_number(str(row[self.field]))
         if gold is None:
             raise ValueError(f"field {self.field!r} of the data holds no number: {row[self.field]!r}")
+        if math.isinf(gold):
+            raise ValueError(
+                f"field {self.field!r} of the data holds a number beyond the range of floating point, "
+                f"{str(row[self.field])[:40]!r}…, which equals no other: compare it as text (ExactMatch)"
+            )
         return gold
 
 

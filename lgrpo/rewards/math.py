@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, final
@@ -33,8 +35,15 @@ class MathVerify(Reward):
         return {self.field}
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        if not str(row[self.field]).strip():  # parsing every row would take too long
+        answer = str(row[self.field])  # parsing every row would take too long
+        if not answer.strip():
             raise ValueError(f"field {self.field!r} of the data is empty")
+        limit = sys.get_int_max_str_digits()
+        if re.search(rf"\d{{{limit + 1},}}", answer):
+            raise ValueError(
+                f"field {self.field!r} of the data holds a number of more than {limit} digits, which math-verify "
+                "cannot read: compare it as text (ExactMatch)"
+            )
 
     def final_answer(self, text: str) -> str | None:
         boxed, number = last_boxed(text), last_number(text)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +83,13 @@ def _parse(path: str, text: str, first_line: int) -> Any:
         raise ValueError(f"{path}, line {line}: {error.msg} at column {error.colno} of {shown!r}") from error
     except UnicodeEncodeError as error:
         raise ValueError(f"{path}, line {first_line}: a lone surrogate (half a character)") from error
+    except ValueError as error:
+        limit = sys.get_int_max_str_digits()
+        found = re.search(rf"\d{{{limit + 1},}}", text)
+        line = first_line + text.count("\n", 0, found.start() if found else 0)
+        raise ValueError(
+            f"{path}, line {line}: an integer of more than {limit} digits; write it as text, in quotes"
+        ) from error
     except RecursionError as error:
         raise ValueError(f"{path}, line {first_line}: nested too deeply") from error
     return value

@@ -64,6 +64,25 @@ class FieldKinds:
                 )
 
 
+def has_long_integer(value: object) -> bool:
+    """Return whether a value is, or contains, an integer of too many digits for Python to print.
+
+    >>> [has_long_integer(value) for value in (10**4000, [1, {"a": 10**5000}], "9" * 5000)]
+    [False, True, False]
+    """
+    match value:
+        case int():
+            try:
+                return value.bit_length() > 1000 and not str(value)
+            except ValueError:
+                return True
+        case list() | tuple():
+            return any(map(has_long_integer, value))
+        case Mapping():
+            return any(map(has_long_integer, value.values()))
+    return False
+
+
 def kind_of(value: object) -> str:
     """Return the kind of a value in the terms of JSON; integers and floats are one kind.
 

@@ -164,6 +164,15 @@ def test_characters_the_tokenizer_cannot_encode(tokenizer):
         load_prompts(in_memory(rows), "train", tokenizer, max_tokens=10)
 
 
+@pytest.mark.parametrize("value", [10**5000, [1, 10**5000], {"inner": 10**5000}], ids=["plain", "list", "object"])
+def test_an_integer_that_python_does_not_print(tokenizer, value):
+    rows = [ROWS[0], ROWS[1] | {"more": value}]
+    with pytest.raises(
+        ValueError, match=r"row 1 of the train set has in \['more'\] an integer of more than 4300 digits"
+    ):
+        load_prompts(in_memory(rows), "train", tokenizer, max_tokens=10)
+
+
 def test_an_empty_set(tmp_path):
     with pytest.raises(ValueError, match="the train set is empty"):
         in_memory([]).rows("train")

@@ -18,18 +18,24 @@ from lgrpo.rewards import (
     MathVerify,
     NumericMatch,
     RegexMatch,
+    Reward,
     Scoring,
     TagFormat,
     WeightedSum,
 )
+from lgrpo.rewards.base import checked_rewards
 from lgrpo.tasks import SortDigits
 from tests.helpers import LowDigits, fit
 
 
-def score(reward, text, **row):
+def prompts_and_answers(text, **row):
     prompt = Prompt(text="", token_ids=[1], row=row, position=0)
     answer = Completion(token_ids=[1], logprobs=[0.0], text=text, finish_reason="stop", behaviour_step=0)
-    (value,) = reward([prompt], [answer])
+    return [prompt], [answer]
+
+
+def score(reward, text, **row):
+    (value,) = reward(*prompts_and_answers(text, **row))
     return value
 
 
@@ -117,6 +123,42 @@ def test_unreadable_gold_answer_raises_an_error():
         score(MathVerify(), "5", answer="")
     with pytest.raises(ValueError, match="holds no number"):
         score(NumericMatch(), "5", answer="five")
+
+
+@pytest.mark.parametrize("text", ["{}", "1 + {}", "<answer>{}</answer>", r"\boxed{{{}}}", "-{}.5e99999"])
+def test_numbers_of_thousands_of_digits(text):
+    """Python raises an error when it prints or reads an integer of more than 4,300 digits."""
+    text = text.format("9" * 5000)
+    row = {"answer": "5", "nums": [1, 2], "target": 3}
+    for reward in (ExactMatch(), NumericMatch(), CountdownEquation(), MathVerify()):
+        assert score(reward, text, **row) == 0
+        assert isinstance(reward.final_answer(text), str)
+
+
+@pytest.mark.parametrize(
+    ("reward", "row", "message"),
+    [
+        (NumericMatch(), {"answer": "9" * 5000}, "a number beyond the range of floating point, '9999"),
+        (MathVerify(), {"answer": "9" * 5000}, "a number of more than 4300 digits"),
+        (CountdownEquation(), {"nums": [1, 2], "target": "9" * 5000}, r"^numbers \[1, 2\] and target 9{200} are not"),
+        (CountdownEquation(), {"nums": ["9" * 5000, 2], "target": 3}, "are not a Countdown problem"),
+        (CountdownEquation(), {"nums": [1, 2], "target": "1e999999999"}, "are not a Countdown problem"),
+        (CountdownEquation(), {"nums": [1, 2], "target": "1e-999999999"}, "are not a Countdown problem"),
+        (CountdownEquation(), {"nums": [float("inf"), 2], "target": 3}, "are not a Countdown problem"),
+    ],
+)
+def test_answers_of_thousands_of_digits_are_refused(reward, row, message):
+    with pytest.raises(ValueError, match=message):
+        reward.check_row(row)
+
+
+def test_an_integer_is_no_finite_score():
+    class Huge(Reward):
+        def score(self, prompt, completion):
+            return 10**5000
+
+    with pytest.raises(ValueError, match="Huge returned inf, not a finite number"):
+        checked_rewards(Huge(), *prompts_and_answers("1"))
 
 
 def test_missing_math_verify_is_named(monkeypatch):

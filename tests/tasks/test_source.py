@@ -143,6 +143,16 @@ INVALID = {
     "JSON that ends early": ("a.json", '[{"question": "a"},\n {"question": "b"}', r"a\.json, line 2: "),
     "text that is not UTF-8": ("a.jsonl", lines(ROWS[0]).encode() + '{"a": "é"}'.encode("latin1"), "line 2: .*UTF-8"),
     "a lone surrogate": ("a.jsonl", lines(ROWS[0]) + '{"a": "\\ud83d"}\n', "line 2: a lone surrogate"),
+    "JSON with a long integer": (
+        "a.jsonl",
+        lines(ROWS[0]) + '{"question": "1", "answer": ' + "9" * 5000 + "}\n",
+        r"line 2: an integer of more than 4300 digits; write it as text",
+    ),
+    "JSON with a long integer in a list": (
+        "a.json",
+        '[{"question": "1",\n"answer": 1},\n{"question": "1", "answer": ' + "9" * 5000 + "}]",
+        r"line 3: an integer of more than 4300 digits; write it as text",
+    ),
     "JSON nested too deeply": ("a.jsonl", lines(ROWS[0]) + "[" * 100_000 + "\n", "line 2: nested too deeply"),
     "a truncated gzip file": (
         "a.jsonl.gz",
