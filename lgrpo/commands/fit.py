@@ -33,6 +33,7 @@ from lgrpo.callbacks import (
 )
 from lgrpo.commands import COMMANDS, INTERRUPTED, RESUMABLE
 from lgrpo.commands.evaluate import add_config_of_run, evaluate_checkpoints, logged_metrics, print_metrics
+from lgrpo.commands.parser_errors import report_errors
 from lgrpo.commands.raw_strings import restore_raw_strings
 from lgrpo.commands.run_folder import claim_training_folder, evaluation_folder
 from lgrpo.data import RolloutDataModule
@@ -98,6 +99,11 @@ class LGRPOCLI(LightningCLI):
         """Return the commands to build a parser for: the given one alone, because building one takes half a second."""
         names = [self._command] if self._command in EXAMPLES else EXAMPLES
         return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in names}
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = super().init_parser(**kwargs)
+        report_errors(parser)
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jsonargparse import Namespace
 
+from lgrpo.checks import check_range
 from lgrpo.commands import command_parser
 
 
@@ -36,6 +37,8 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
     adaptive = sync if "budget" in sync else None  # v is chosen by measurement
     period = sync.get("period")
     prompts, group, reuse = data.num_prompts, data.group_size, data.reuse
+    for name, value in {"weight_sync.period": period, "data.reuse": reuse, "data.num_prompts": prompts}.items():
+        check_range(name, value, at_least=1)
     completions = prompts * group
     longest = data.sampling.max_tokens
     devices = str(trainer.devices)
