@@ -319,6 +319,21 @@ def test_masking_a_group_equals_deleting_it(aggregation):
     assert not torch.allclose(unmasked, deleted, atol=1e-3)
 
 
+def test_totals_count_what_is_sampled_and_what_is_trained():
+    """The denominators of a run, which the test above sets itself."""
+    run = fit(rollouts=3, callbacks=[ZeroVarianceMask(0.3)], trainer={"accumulate_grad_batches": 2})
+    masked = 0
+    for batch in run.recorder.rollouts:
+        sampled, live = batch.completion_mask, batch.loss_mask
+        assert batch.totals.all_tokens == sampled.sum()
+        assert batch.totals.all_sequences == len(batch)
+        assert batch.totals.live_tokens == live.sum()
+        assert batch.totals.live_sequences == live.any(1).sum()
+        assert batch.totals.signal_tokens == (live & (batch.advantages != 0)).sum()
+        masked += int(sampled.sum() - live.sum())
+    assert masked > 0
+
+
 def test_a_masked_group_has_no_kl_gradient():
     """An advantage of 0 alone would leave the gradient of the KL term."""
     batch = a_batch(size=4, group_size=4)

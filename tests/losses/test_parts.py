@@ -31,6 +31,7 @@ from lgrpo.losses import (
     AsymmetricImportance,
     BehaviourForwardKL,
     BehaviourK2,
+    ClippedLoss,
     ComposedLoss,
     ConstantSum,
     DualClip,
@@ -657,6 +658,14 @@ def test_missing_policies_raise_an_error():
     ):
         with pytest.raises(ValueError, match=message):
             loss(batch, alone)
+
+
+@pytest.mark.parametrize("centre", ["one", "proximal", "proximal_multiplicative"])
+def test_only_a_proximal_centre_needs_the_proximal_policy(centre):
+    gate, is_proximal = MinClip(centre=centre), centre != "one"
+    assert (gate.needs_proximal, gate.needs_behaviour) == (is_proximal, is_proximal)
+    assert ComposedLoss(gate=gate).needs_proximal == is_proximal
+    assert ClippedLoss(centre=centre).needs_proximal == is_proximal
 
 
 def test_default_parts_have_no_effect():

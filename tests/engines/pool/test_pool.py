@@ -277,6 +277,23 @@ def test_worker_killed_before_a_sync(policy, pool, alone):
     assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy))
 
 
+def test_a_replaced_worker_is_verified(policy, pool, monkeypatch):
+    call = WorkerProcess.call
+
+    def with_another_tensor(worker, name, *arguments, **options):
+        answer = call(worker, name, *arguments, **options)
+        return answer | {"model.norm.weight": 1} if name == "checksums" else answer
+
+    pool._workers.running[0].kill()
+    message = r"the engine's model\.norm\.weight differs from the policy's"
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerProcess, "call", with_another_tensor)
+        with pytest.warns(UserWarning, match="exit code -9"), pytest.raises(WeightSyncError, match=message):
+            ask(pool, policy)
+    assert len(pool._workers.running) == 1, "it is not used"
+    pool.load_weights(policy.weights(), step=3)
+
+
 class TestManyChunks:
     """Weights sent in many chunks of one or two tensors."""
 
@@ -367,6 +384,22 @@ def test_mismatch_names_the_tensor(policy):
     with pytest.raises(WeightSyncError, match=r"the engine's model\.norm\.weight differs from the policy's"):
         pool.load_weights(policy.weights(), step=0)
     pool.close()
+
+
+def test_every_worker_is_verified(policy, pool, monkeypatch):
+    checksums = pool._checksums
+
+    def with_another_tensor():
+        first, second = checksums()
+        return [first, second | {"model.norm.weight": 1}]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_checksums", with_another_tensor)
+        with pytest.raises(WeightSyncError, match=r"the engine's model\.norm\.weight differs from the policy's"):
+            pool.load_weights(policy.weights(), step=8)
+    with pytest.raises(NoWeightsError):
+        ask(pool, policy)
+    pool.load_weights(policy.weights(), step=3)
 
 
 def test_full_run():

@@ -61,6 +61,11 @@ def test_samples_do_not_depend_on_the_server(policy, engine):
     assert forwards == backwards[-1:] + backwards[:-1]
 
 
+def test_copies_of_a_prompt_draw_from_different_streams(policy, engine):
+    first, second = engine.generate(prompts(policy, "12>", "12>"), 4, Sampling(max_tokens=10), 7, policy.tokenizer)
+    assert as_ids([first]) != as_ids([second])
+
+
 def test_both_servers_are_used(policy, engine):
     before = [server.log.read_text().count("POST /v1/completions") for server in engine.group.servers]
     engine.generate(prompts(policy, *TEXTS * 4), 2, Sampling(max_tokens=8), 7, policy.tokenizer)

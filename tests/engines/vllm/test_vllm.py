@@ -143,6 +143,11 @@ def test_samples_do_not_depend_on_batch_or_order(policy, engine):
     assert len({tuple(ids) for ids in together[1]}) > 1
 
 
+def test_copies_of_a_prompt_draw_from_different_streams(policy, engine):
+    first, second = engine.generate(prompts(policy, "12>", "12>"), 4, Sampling(max_tokens=10), 7, policy.tokenizer)
+    assert as_ids([first]) != as_ids([second])
+
+
 def test_without_seeds_rollouts_draw_different_numbers(policy, engine):
     """vLLM then draws from the process's generators, which are restored for the trainer after each call."""
     questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=10)
