@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.benchmarks import check, page, studies
+from tests.benchmarks import answers, check, demo, page, studies
 from tests.benchmarks.isolated import IsolatedPart
 from tests.benchmarks.stages import Stages
 from tests.benchmarks.step import table
@@ -309,6 +309,48 @@ def test_speed_page_shows_the_kept_results():
     assert page.filled(text, KEPT) == text, "run python -m tests.benchmarks.page"
     for name in KEPT:
         assert f"step-{name}.json" in text
+
+
+def test_rewards_page_shows_the_kept_rows():
+    text = answers.PAGE.read_text(encoding="utf-8")
+    assert answers.filled(text) == text, "run python -m tests.benchmarks.answers --report"
+    exact = {"GSM8K", "MATH500", "AIME24", "Countdown"}
+    rows = [row for row in answers.read() if row["name"] in exact]
+    assert {row["name"] for row in rows} == exact
+    assert all(row["right"]["one"] == row["wrong"]["zero"] == row["rows"] for row in rows)
+
+
+def test_answers_benchmark(tmp_path, monkeypatch):
+    """Answers that are not wrong are noticed, and files that have a row are not scored again."""
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    rows = [{"question": f"1 + {n}?", "answer": str(1 + n), "solution": "A sum."} for n in range(4)]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(answers, "ROWS", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(sys, "argv", ["answers", "--data", str(tmp_path)])
+    for _ in range(2):
+        answers.main()
+        (row,) = answers.read()
+        assert (row["name"], row["split"], row["rows"]) == ("GSM8K", "test", 4)
+        assert row["right"] == {"one": 4, "zero": 0, "failed": 0}
+        assert row["wrong"] == {"one": 0, "zero": 4, "failed": 0}
+    monkeypatch.setattr(answers, "with_other_digit", lambda text: text)
+    assert answers.measure("GSM8K", folder / "test.jsonl")["wrong"]["one"] == 4
+
+
+def test_demo_with_several_seeds(tmp_path, monkeypatch, capsys):
+    short = ["data.num_rollouts=2", "trainer.max_epochs=1", "data.evaluation.num_problems=8", "trainer.callbacks=[]"]
+    kept = {"seed": 1, "pass@1": [[0, 0.5], [2, 0.75]], "pass@1_stderr": 0.01, "steps": 2, "seconds": 3}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(kept) + "\n")
+    monkeypatch.setattr(demo, "ROWS", tmp_path / "rows.jsonl")
+    options = ["--seeds", "1", "7", "--folder", str(tmp_path / "runs"), "--set", *short]
+    monkeypatch.setattr(sys, "argv", ["demo", *options])
+    demo.main()
+    first, new = demo.read()
+    assert first == kept
+    assert (new["seed"], new["steps"]) == (7, 2)
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert "| 1 | 0.500 | 0.750 |" in capsys.readouterr().out
 
 
 def test_results_page_shows_the_kept_rows():
