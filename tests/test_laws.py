@@ -11,7 +11,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lgrpo import ClippedLoss, ReferenceRefresh, RolloutBatch, RolloutCallback, TransformersEngine, ZeroVarianceMask
+from lgrpo import (
+    ClippedLoss,
+    ReferenceRefresh,
+    RolloutBatch,
+    RolloutCallback,
+    Sampling,
+    TransformersEngine,
+    ZeroVarianceMask,
+)
 from lgrpo.data.sampler import RolloutSampler
 from lgrpo.engines import EngineError
 from lgrpo.losses import PolicyLogprobs, SequenceMean, TokenMean
@@ -332,6 +340,26 @@ def test_totals_count_what_is_sampled_and_what_is_trained():
         assert batch.totals.signal_tokens == (live & (batch.advantages != 0)).sum()
         masked += int(sampled.sum() - live.sum())
     assert masked > 0
+
+
+def test_metrics_of_a_rollout_are_those_of_its_rows():
+    run = fit(rollouts=3, callbacks=[ZeroVarianceMask(0.3)], data={"sampling": Sampling(max_tokens=3)})
+    for batch, row in zip(run.recorder.rollouts, run.logged, strict=True):
+        rewards = batch.rewards.double()
+        groups = rewards.view(-1, batch.group_size)
+        expected = {
+            "reward": rewards.mean(),
+            "reward_std": rewards.std(correction=0),
+            "reward_stderr": groups.mean(1).std() / len(groups) ** 0.5,
+            "zero_variance_fraction": (groups.amax(1) == groups.amin(1)).double().mean(),
+            "completion_length": batch.completion_mask.sum(1).double().mean(),
+            "truncated_fraction": batch.truncated.double().mean(),
+            "live_fraction": batch.loss_mask.any(1).double().mean(),
+        }
+        assert {name: row[f"rollout/{name}"] for name in expected} == pytest.approx(
+            {name: float(value) for name, value in expected.items()}, abs=1e-6
+        )
+    assert {0.0, 1.0}.isdisjoint(row["rollout/truncated_fraction"] for row in run.logged)
 
 
 def test_a_masked_group_has_no_kl_gradient():

@@ -50,6 +50,27 @@ def test_with_an_eight_bit_optimizer(tmp_path):
     assert largest_difference(run(tmp_path / "step=3.ckpt").weights, straight.weights) == 0
 
 
+def test_random_numbers_of_a_training_step(tmp_path):
+    """A resumed run draws the same numbers in a step, such as for dropout; each micro-batch draws others."""
+
+    class Draws(L.Callback):
+        def __init__(self):
+            self.drawn = []
+
+        def on_before_backward(self, *_):
+            self.drawn.append(float(torch.rand(())))
+
+    def drawn(ckpt_path=None):
+        own = settings(tmp_path, None, save=ckpt_path is None)
+        draws = Draws()
+        fit(**own | {"epochs": 1, "callbacks": [*own["callbacks"], draws]}, ckpt_path=ckpt_path)
+        return draws.drawn
+
+    straight = drawn()
+    assert len(straight) == len(set(straight)) == STEPS
+    assert drawn(tmp_path / "step=3.ckpt") == straight[6:]
+
+
 def without_times(metrics):
     """Return the metrics that do not measure time."""
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
