@@ -1,6 +1,9 @@
-"""Range checks of settings, written once so that every message has the same form."""
+"""Checks of settings and names, written once so that every message has the same form."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 def check_range(
@@ -41,3 +44,13 @@ def check_range(
     if not all(is_met for _, is_met in required):
         range_ = " and ".join(text for text, _ in required)
         raise ValueError(f"{name} is {value}; it must be {range_}{f': {reason}' if reason else ''}")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return ": did you mean …?" with the most similar name, or an empty string.
+
+    >>> nearest("val/pas@1", ["val/pass@1", "train/loss"])
+    ': did you mean val/pass@1?'
+    """
+    near = get_close_matches(name, list(names), n=1, cutoff=0.65)
+    return f": did you mean {near[0]}?" if near else ""

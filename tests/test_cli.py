@@ -380,12 +380,12 @@ def test_an_overlay_keeps_other_settings_of_the_base():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--data.group_sise=4", "there is no setting data.group_sise; did you mean data.group_size?"),
-        ("--config={data: {grup_size: 4}}", "there is no setting data.grup_size; did you mean data.group_size?"),
+        ("--data.group_sise=4", "there is no setting data.group_sise: did you mean data.group_size?"),
+        ("--config={data: {grup_size: 4}}", "there is no setting data.grup_size: did you mean data.group_size?"),
         ("--config={xyz: 4}", "there is no setting xyz; --help lists all of them"),
         (
             "--config={weight_sync: {perod: 3}}",
-            "weight_sync has no setting perod: lgrpo.WeightSync does not take it; did you mean period?",
+            "weight_sync (lgrpo.WeightSync) has no setting perod: did you mean period?",
         ),
         ("--data.group_size=four", "data.group_size is 'four'; it must be an int"),
         ("--weight_sync.period=2.5", "weight_sync.period is '2.5'; it must be an int or null"),

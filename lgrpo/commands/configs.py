@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 import textwrap
 from pathlib import Path
 
+from lgrpo.checks import nearest
 from lgrpo.commands import command_parser
 
 PACKAGE = Path(__file__).parent.parent
@@ -117,8 +117,7 @@ def _packaged(name: str) -> Path:
     known, short = config_names(), name.removeprefix("configs/").removesuffix(SUFFIX)
     if short in known:
         return configs_folder() / f"{short}{SUFFIX}"
-    close = difflib.get_close_matches(short, known, n=1) or difflib.get_close_matches(
-        short.rpartition("/")[2], [other.rpartition("/")[2] for other in known], n=1
+    advice = nearest(short, known) or nearest(short.rpartition("/")[2], [other.rpartition("/")[2] for other in known])
+    raise ValueError(
+        f"there is no file {name}, and no packaged config of that name{advice or ';'} lgrpo configs lists all of them"
     )
-    advice = f"did you mean {close[0]}? " if close else ""
-    raise ValueError(f"there is no file {name}, and no packaged config of that name: {advice}lgrpo configs lists them")

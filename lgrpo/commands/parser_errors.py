@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import itertools
 import re
@@ -12,6 +11,8 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
+
+from lgrpo.checks import nearest
 
 KEY = re.compile(r'Parser key "([^"]+)"')
 CLASS = re.compile(r"Problem with given class_path '([^']+)'")
@@ -26,7 +27,11 @@ IMPORT = re.compile(r"No module named|has no attribute|cannot import|Expected a 
 def report_errors(parser: ArgumentParser) -> None:
     """Make a parser print one line for an error, instead of the usage and a tree of types."""
 
+    original = parser.error
+
     def error(message: str, ex: Exception | None = None) -> NoReturn:
+        if not parser.exit_on_error:
+            original(one_line(message, setting_names(parser)), ex)
         print(f"lgrpo: {one_line(message, setting_names(parser))}", file=sys.stderr)
         raise SystemExit(2) from ex
 
@@ -45,7 +50,7 @@ def one_line(message: str, known: Iterable[str]) -> str:
     """Return an error of jsonargparse as a sentence.
 
     >>> one_line("unrecognized arguments: --data.grup_size 4", ["data.group_size"])
-    'there is no setting data.grup_size; did you mean data.group_size?'
+    'there is no setting data.grup_size: did you mean data.group_size?'
     >>> one_line('Parser key "data.group_size":\\n  Expected a <class \\'int\\'>. Got value: abc', [])
     "data.group_size is 'abc'; it must be an int"
     """
@@ -59,9 +64,7 @@ def one_line(message: str, known: Iterable[str]) -> str:
     if not name:
         return " ".join(message.split())
     if option := OPTION.search(message):
-        nearest = _nearest(option[1], _parameters(paths[-1]))
-        advice = f"; did you mean {nearest}?" if nearest else ""
-        return f"{name} has no setting {option[1]}: {paths[-1]} does not take it{advice}"
+        return f"{name} ({paths[-1]}) has no setting {option[1]}{nearest(option[1], _parameters(paths[-1]))}"
     lines = [line.strip().lstrip("- ") for line in message.splitlines()]
     given = next((found[1] or found[2] for line in lines if (found := GIVEN.match(line))), None)
     for line in lines:
@@ -90,12 +93,7 @@ def _unknown_argument(argument: str, known: Iterable[str]) -> str:
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    nearest = _nearest(name, known)
-    return f"there is no setting {name}" + (f"; did you mean {nearest}?" if nearest else "; --help lists all of them")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)), "")
+    return f"there is no setting {name}{nearest(name, known) or '; --help lists all of them'}"
 
 
 def _class_of(path: str) -> Any:

@@ -3,7 +3,7 @@
 from lgrpo.report.curves import draw_curves
 from lgrpo.report.evaluations import find_checkpoints, headlines, write_summary
 from lgrpo.report.intervals import Interval, mean_interval, paired_difference
-from lgrpo.report.names import metric_names, nearest
+from lgrpo.report.names import metric_names
 from lgrpo.report.page import write_page
 from lgrpo.report.series import Series, closing_line, read_series
 
@@ -16,7 +16,6 @@ __all__ = [
     "headlines",
     "mean_interval",
     "metric_names",
-    "nearest",
     "paired_difference",
     "read_series",
     "write_page",

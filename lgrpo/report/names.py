@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping
 
 _ROLLOUT = [
     "reward",
@@ -80,13 +79,3 @@ def metric_names(num_samples: Mapping[str, int]) -> list[str]:
         at_k = [f"pass@{k}" for k in several] + [f"maj@{k}" for k in several if k > 2]
         groups[f"val/{task}" if task else "val"] = [*_VALIDATION, *at_k]
     return [f"{group}/{name}" for group, names in groups.items() for name in names]
-
-
-def nearest(name: str, names: Sequence[str]) -> str:
-    """Return ": did you mean …?" with similar names, or an empty string.
-
-    >>> nearest("val/pas@1", ["val/pass@1", "train/loss"])
-    ': did you mean val/pass@1?'
-    """
-    near = get_close_matches(name, names, n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(near)}?" if near else ""

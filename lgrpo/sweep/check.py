@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from lgrpo.report import metric_names, nearest
+from lgrpo.checks import nearest
+from lgrpo.report import metric_names
 from lgrpo.sweep.grid import Arm, Grid, SweepError
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from lgrpo.report import nearest
+from lgrpo.checks import nearest
 
 Value = Literal["last", "max", "min", "mean"]
 

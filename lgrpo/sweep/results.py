@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lgrpo.report import Interval, Series, mean_interval, nearest, paired_difference, read_series
+from lgrpo.checks import nearest
+from lgrpo.report import Interval, Series, mean_interval, paired_difference, read_series
 from lgrpo.sweep.grid import Grid, SweepError
 from lgrpo.sweep.runs import SweepRun
 

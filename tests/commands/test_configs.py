@@ -74,7 +74,7 @@ def test_plan_of_a_packaged_config(capsys):
         (["fit", "--config", "dmeo"], "did you mean demo?"),
         (["plan", "--config=configs/on_polcy.yaml"], "did you mean on_policy?"),
         (["sweep", "perod"], "did you mean period?"),
-        (["configs", "show", "xyz"], "that name: lgrpo configs lists them"),
+        (["configs", "show", "xyz"], "that name; lgrpo configs lists all of them"),
     ],
 )
 def test_unknown_names(arguments, advice):
