@@ -13,6 +13,7 @@ from torch import Tensor
 from lgrpo.callbacks.log_ratios import log_ratios
 from lgrpo.checks import check_range
 from lgrpo.functional import completion_log_ratio
+from lgrpo.functional.sync_cycle import is_selected
 from lgrpo.hooks import RolloutCallback, rollout_owner
 from lgrpo.metrics import CalibrationMetrics, ImprovementMetrics, LagHistogram, OffPolicyMetrics
 from lgrpo.run.checkpoints import gather_ranks
@@ -21,7 +22,7 @@ from lgrpo.types import RolloutBatch
 
 
 class ImprovementMonitor(RolloutCallback):
-    """Logs every term of Mroueh et al.'s Theorem 1 for every n-th rollout, with ratios of whole completions.
+    """Logs every term of Mroueh et al.'s Theorem 1 for one in n rollouts, with ratios of whole completions.
 
     π is the policy after the rollout's last optimizer step, π_k the policy before its first, α the policy that sampled.
     The first two need a pass without gradient each. Weights and completions of the run do not change. π was trained on
@@ -39,7 +40,7 @@ class ImprovementMonitor(RolloutCallback):
     ) -> None:
         """
         Args:
-            every: Period in rollouts: 0, every, 2 · every, … are measured.
+            every: One of so many rollouts is measured, beginning with rollout 0, at changing places of the cycle.
             num_held_out: Number of prompts of the task's validation set that are sampled at every sync, group_size
                 completions each, to compare the prediction with. 0 for none.
             clip_low: Distance of the ratio below 1 from which a token with a negative advantage counts as clipped.
@@ -85,7 +86,7 @@ class ImprovementMonitor(RolloutCallback):
         if self.num_held_out:
             self._calibrate(trainer)
         start = time.perf_counter()
-        is_due = rollout.rollout % self.every == 0
+        is_due = is_selected(rollout.rollout, self.every)
         self._proximal = self._completion_log_ratios(trainer, rollout) if is_due else None
         lag = rollout.lag(trainer.global_step)[rollout.loss_mask.any(1)]
         lags = (lag[~lag.isnan()].long()[:, None] + torch.arange(reuse)).flatten()  # recorded completions have none

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from lgrpo.callbacks.jsonl import append_lines
 from lgrpo.checks import check_range
+from lgrpo.functional.sync_cycle import is_selected
 from lgrpo.hooks import RolloutCallback, Stage, policy_owner, rollout_owner
 from lgrpo.run.loggers import attempt
 from lgrpo.types import RolloutBatch
@@ -18,12 +19,12 @@ COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "li
 
 
 class RolloutLog(RolloutCallback):
-    """Writes some groups of every n-th rollout to ``completions.jsonl`` in the run folder, and to the logger."""
+    """Writes some groups of one in n rollouts to ``completions.jsonl`` in the run folder, and to the logger."""
 
     def __init__(self, every: int = 10, num_groups: int = 1) -> None:
         """
         Args:
-            every: Period in rollouts: 0, every, 2 · every, … are written.
+            every: One of so many rollouts is written, beginning with rollout 0, at changing places of the cycle.
             num_groups: Number of groups of each rollout, with all their siblings.
         """
         check_range("RolloutLog.every", every, at_least=1)
@@ -33,7 +34,7 @@ class RolloutLog(RolloutCallback):
         self._batch: RolloutBatch | None = None
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        if batch.rollout % self.every == 0 and trainer.is_global_zero:
+        if is_selected(batch.rollout, self.every) and trainer.is_global_zero:
             self._batch = batch
 
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:

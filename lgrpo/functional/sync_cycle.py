@@ -7,6 +7,7 @@ A cycle is the rollouts sampled from one set of weights; ``cycle_end`` is the fi
 
 from __future__ import annotations
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 ENDLESS = 2**62
 """Number of rollouts that no run reaches."""
 
@@ -58,3 +59,16 @@ def rollout_in_background(rollout: int, lead: int, cycle_end: int | None, run_en
     """
     following = rollout + lead + 1
     return following if cycle_end is not None and following < min(cycle_end, run_end) else None
+
+
+def is_selected(rollout: int, every: int) -> bool:
+    """Return whether rollout k is the one of ``every`` rollouts that is logged or measured.
+
+    It is the first one of the first ``every`` rollouts, and after that at a place that changes, so that rollouts of all
+    lags are selected whatever the period of syncs is.
+
+    >>> [k for k in range(50) if is_selected(k, every=10)]
+    [0, 16, 22, 38, 44]
+    """
+    window, place = divmod(rollout, every)
+    return place == int(window * GOLDEN_RATIO % 1 * every)

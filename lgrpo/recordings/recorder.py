@@ -12,6 +12,7 @@ import lightning as L
 
 from lgrpo.checks import check_range
 from lgrpo.data.collate import completions_of
+from lgrpo.functional.sync_cycle import is_selected
 from lgrpo.hooks import RolloutCallback, RolloutOwner, Stage, policy_owner, rollout_owner
 from lgrpo.recordings.recording import write_recording
 from lgrpo.run.folder import run_folder
@@ -29,7 +30,7 @@ class RolloutRecorder(RolloutCallback):
     def __init__(self, every: int = 1, path: str | None = None) -> None:
         """
         Args:
-            every: Period in rollouts: rollouts 0, every, 2 · every, … are written.
+            every: One of so many rollouts is written, beginning with rollout 0, at changing places of the cycle.
             path: Folder of the files; by default ``rollouts`` in the run folder.
         """
         check_range("every of RolloutRecorder", every, at_least=1)
@@ -52,7 +53,7 @@ class RolloutRecorder(RolloutCallback):
                 file.unlink()
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        if batch.rollout % self.every == 0:
+        if is_selected(batch.rollout, self.every):
             self._batch = batch
 
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
