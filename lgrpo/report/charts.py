@@ -1,7 +1,7 @@
 """The charts of a page and their sections.
 
 To add a chart, add a ``Chart`` to a section of ``SECTIONS``. A metric that has none gets a chart to itself, in the
-section that ``SECTION_OF_PREFIX`` names.
+section that ``SECTION_OF_PREFIX`` names, unless ``NOT_DRAWN`` excludes it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,50 @@ SECTIONS = {
             lines={"train/engine_mismatch_mean": "mean", "train/engine_mismatch_max": "largest"},
         ),
     ],
-    "Improvement": [],
+    "Improvement": [
+        Chart(
+            title="Predicted and realised improvement",
+            note="Change of the reward on held-out prompts from one sync to the next: predicted from samples of the "
+            "old weights, and measured with the new ones.",
+            lines={"calibration/predicted": "predicted", "calibration/realised": "realised"},
+            show_syncs=True,
+        ),
+        Chart(
+            title="Gain",
+            note="Estimated improvement of the expected reward over the weights that sampled, and by this rollout's "
+            "steps alone.",
+            lines={"monitor/gain": "over the sampler", "monitor/gain_rollout": "by this rollout"},
+            show_syncs=True,
+        ),
+        Chart(
+            title="Lower bounds of the improvement",
+            note="The theorem guarantees an improvement while a bound is above 0.",
+            lines={"monitor/bound_1": "factor 1", "monitor/bound_2": "factor 2"},
+            show_syncs=True,
+        ),
+        Chart(
+            title="Total variation",
+            note="Distance of the policy from the weights that sampled, over completions, and its upper bound by "
+            "Pinsker's inequality.",
+            lines={"monitor/tv": "estimate", "monitor/tv_pinsker": "Pinsker"},
+            show_syncs=True,
+            axis_min=0,
+        ),
+        Chart(
+            title="Effective sample size",
+            note="Share of the completions that count after weighting by ratios; 1 if the policy has not moved.",
+            lines={"monitor/effective_sample_size": "share"},
+            show_syncs=True,
+            axis_min=0,
+            axis_max=1,
+        ),
+        Chart(
+            title="Quantiles of the ratio",
+            note="Ratio of whole completions: probability under the policy divided by that when it was sampled.",
+            lines={f"monitor/ratio_q{q}": f"{int(q)} %" for q in ("01", "10", "50", "90", "99")},
+            show_syncs=True,
+        ),
+    ],
     "Rollouts": [
         Chart(
             title="Shares of completions",
@@ -134,17 +177,21 @@ SECTIONS = {
     ],
 }
 SECTION_OF_PREFIX = {
-    "improvement": "Improvement",
     "rollout": "Rollouts",
     "reward": "Rewards",
     "train": "Optimisation",
     "time": "Time",
 }
 """Section of a metric without a chart, by the prefix of its name."""
+NOT_DRAWN = ("monitor/", "calibration/")
+"""Prefixes of metrics that are drawn only in the charts above: there are some forty of them."""
 
 
 def chart_sections(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the sections with charts for these metrics; every name is in exactly one chart, or drawn as a band."""
+    """Return the sections with charts for these metrics.
+
+    Every name is in exactly one chart or drawn as a band, except for details of the monitor, which are not drawn.
+    """
     names = list(names)
     left = dict.fromkeys(names)
     sections = {"Learning": [*_take(left, [REWARD]), *_validation(left)]}
@@ -153,10 +200,12 @@ def chart_sections(names: Iterable[str]) -> list[dict[str, Any]]:
         if name.endswith("_stderr") and name.removesuffix("_stderr") in names:
             del left[name]  # drawn as a band
     for name in left:
+        if name.startswith(NOT_DRAWN):
+            continue
         group, _, rest = name.rpartition("/")
         section = SECTION_OF_PREFIX.get(name.partition("/")[0], group.capitalize() or "Other")
         title = rest[:1].upper() + rest[1:].replace("_", " ")
-        chart = Chart(title=title, lines={name: name}, show_syncs=section == "Improvement")
+        chart = Chart(title=title, lines={name: name})
         sections.setdefault(section, []).append(chart)
     order = ["Learning", "Off-policy", "Improvement", "Rollouts", "Rewards", "Optimisation"]
     titles = [*order, *(title for title in sections if title not in (*order, "Time")), "Time"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
+from lgrpo.callbacks import ImprovementMonitor
 from lgrpo.cli import main
+from lgrpo.report import read_series
 from lgrpo.report.charts import chart_sections
 from lgrpo.report.record import read_runs
+from tests.helpers import fit
 from tests.report.made_up import settings, write_run
 
 
@@ -83,7 +87,7 @@ def test_evaluations_of_checkpoints_are_a_curve(run):
 
 def test_every_metric_is_in_one_chart():
     names = ["rollout/reward", "val/pass@1", "val/pass@1_stderr", "val/aime/pass@4", "train/lag", "train/new", "alone"]
-    names += ["improvement/gain", "improvement/gain_stderr", "reward/format", "reward/format_std", "mine/deep/x"]
+    names += ["monitor/gain", "monitor/gain_stderr", "reward/format", "reward/format_std", "mine/deep/x"]
     shown = [
         (section["title"], name)
         for section in chart_sections(names)
@@ -91,5 +95,18 @@ def test_every_metric_is_in_one_chart():
         for name in chart["lines"]
     ]
     assert sorted(name for _, name in shown) == sorted(n for n in names if not n.endswith("_stderr"))
-    assert {("Improvement", "improvement/gain"), ("Mine/deep", "mine/deep/x"), ("Other", "alone")} <= set(shown)
+    assert {("Improvement", "monitor/gain"), ("Mine/deep", "mine/deep/x"), ("Other", "alone")} <= set(shown)
     assert ("Learning", "val/aime/pass@4") in shown
+
+
+def test_the_monitor_has_six_charts(tmp_path):
+    """With the names that a run really logs: a chart of other names would never be drawn."""
+    logger = CSVLogger(tmp_path, name="metrics")
+    monitor = ImprovementMonitor(every=1, num_held_out=4)
+    fit(v=2, rollouts=6, callbacks=[monitor], trainer={"logger": logger, "log_every_n_steps": 1})
+    names = [name for name in read_series(tmp_path) if name.startswith(("monitor/", "calibration/"))]
+    assert len(names) > 40
+    (section,) = chart_sections(names)
+    assert section["title"] == "Improvement"
+    drawn = {chart["title"]: len(chart["lines"]) for chart in section["charts"]}
+    assert list(drawn.values()) == [2, 2, 2, 2, 1, 5], drawn

@@ -70,8 +70,8 @@ def metrics(steps: int, period: int = 10, every: int = 25, seed: int = 0) -> lis
                 "time/update": 2.0,
                 "time/trainer_idle_share": 0.64,
                 "time/engine_idle_share": 0.36,
-                "improvement/gain": draw.gauss(0.01, 0.01),
-                "improvement/gain_stderr": 0.01,
+                "monitor/gain": draw.gauss(0.01, 0.01),
+                "monitor/gain_stderr": 0.01,
                 "mine/colour": step % 7,
             }
         )
