@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import gsm8k
+from tests.benchmarks import gsm8k, real_model
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -354,11 +354,15 @@ VERDICTS = {
 }
 """Summary of each study. The texts contain numbers, so they must be rewritten when seeds are added."""
 
-INTRODUCTION = """# Results: the papers' comparisons on a small task
+INTRODUCTION = """# Results
 
-Written by `python -m tests.benchmarks.studies` from the rows in
-[studies.jsonl](../../tests/benchmarks/results/studies.jsonl). Every run is `configs/tiny.yaml` (a model of 108 thousand
-parameters learns to sort three digits; 200 optimizer steps of 128 completions) with the settings listed in
+A study on a real model, which is not complete yet, and the papers' comparisons on a small task. Written by
+`python -m tests.benchmarks.studies --report`: tables and pictures are computed from rows."""
+
+SMALL_TASK = """## The papers' comparisons on a small task
+
+Rows: [studies.jsonl](../../tests/benchmarks/results/studies.jsonl). Every run is `configs/tiny.yaml` (a model of 108
+thousand parameters learns to sort three digits; 200 optimizer steps of 128 completions) with the settings listed in
 `tests/benchmarks/studies.py`. pass@1 is over 128 held-out problems with 8 samples each; a completion has at most five
 tokens.
 
@@ -372,8 +376,7 @@ tokens.
 All 670 runs take about two and a half hours; the command can be stopped and restarted.
 
 Such a small task shows how the algorithms compare on it, not how they would at 7B. **No row was run on a GPU**, except
-for those in the last section.
-"""
+for those of the real model and in the last section."""
 
 ON_A_GPU = """## On a GPU
 
@@ -422,7 +425,7 @@ effect of that.
 
 def page() -> str:
     """Return the page with all studies that have rows."""
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, real_model.section(), SMALL_TASK]
     for name, study in STUDIES.items():
         parts.append(f"## {study.title}\n\nThe claim: {study.claim}.")
         if not by_arm(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from tests.benchmarks import real_model
@@ -13,6 +14,15 @@ def test_every_arm_with_rows_has_a_line():
     assert arms <= set(real_model.ARMS)
     lines = real_model.table().splitlines()[2:]
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == [a for a in real_model.ARMS if a in arms]
+
+
+def test_differences_are_paired_by_seed(tmp_path, monkeypatch):
+    values = {("v=1", 0): 0.6, ("v=1", 1): 0.7, ("v=10", 0): 0.5, ("v=10", 1): 0.65, ("v=10", 2): 0.1}
+    rows = [{"arm": a, "seed": s, "pass@1": [[30, x]], "pass@1_stderr": 0.02} for (a, s), x in values.items()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(real_model, "ROWS", tmp_path / "rows.jsonl")
+    assert real_model.difference(real_model.by_arm()["v=10"]) == "-0.075 ± 0.039"
+    assert real_model.difference(real_model.by_arm()["v=1"]) == ""
 
 
 def test_only_runs_without_a_row_are_trained(tmp_path, monkeypatch):
