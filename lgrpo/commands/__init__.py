@@ -34,6 +34,7 @@ COMMANDS = {
     "report": Command("report", "Write an HTML page of one run or several runs."),
     "score": Command("score", "Compute the rewards of recorded completions."),
     "sweep": Command("sweep", "Run every combination of settings and seeds, and compare the results."),
+    "doctor": Command("doctor", "Check whether this machine has what lgrpo, or a config, needs."),
     "configs": Command("configs", "List, print or copy the configs that come with lgrpo."),
 }
 
