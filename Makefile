@@ -31,7 +31,7 @@ setup: .venv/ready
 	@$(PYTHON) -m venv .venv
 	@if [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi > /dev/null \
 	    && ! $(BIN)/pip config list | grep -q "index-url\|find-links"; \
-	    then sources="--index-url https://download.pytorch.org/whl/cpu"; fi; \
+	    then sources="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"; fi; \
 	    $(PIP) $$sources torch
 	$(PIP) --editable .
 	@touch .venv/base
@@ -74,15 +74,15 @@ audit: .venv/audit
 	@$(PYTHON) -m venv .venv/audit
 	@.venv/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
 
-docs: .venv/docs
+docs: .venv/docs/ready
 	@.venv/docs/bin/python tutorials/build_site.py build/site
 
-.venv/docs: pyproject.toml
+.venv/docs/ready: pyproject.toml
 	@mkdir -p .venv
 	@$(PYTHON) -m venv .venv/docs
 	@.venv/docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv/docs/needed.txt
 	@.venv/docs/bin/pip install --quiet --disable-pip-version-check --requirement .venv/docs/needed.txt
-	@touch .venv/docs
+	@touch .venv/docs/ready
 
 wheel: setup
 	@rm -rf dist

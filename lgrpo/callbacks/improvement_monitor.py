@@ -40,7 +40,8 @@ class ImprovementMonitor(RolloutCallback):
     ) -> None:
         """
         Args:
-            every: One of so many rollouts is measured, beginning with rollout 0, at changing places of the cycle.
+            every: Average number of rollouts from one that is measured to the next. Rollout 0 is measured, later ones
+                at varying offsets, so that all lags occur.
             num_held_out: Number of prompts of the task's validation set that are sampled at every sync, group_size
                 completions each, to compare the prediction with. 0 for none.
             clip_low: Distance of the ratio below 1 from which a token with a negative advantage counts as clipped.

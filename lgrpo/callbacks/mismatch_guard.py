@@ -78,7 +78,7 @@ class MismatchGuard(L.Callback):
         )
         if stops:
             raise EngineMismatchError(
-                f"{message} The run was stopped before the optimizer step; mismatch_guard.action: warn continues"
+                f"{message} The run was stopped before the weights changed; mismatch_guard.action: warn continues"
             )
         self._has_warned = True
         warnings.warn(message, stacklevel=2)

@@ -24,7 +24,8 @@ class RolloutLog(RolloutCallback):
     def __init__(self, every: int = 10, num_groups: int = 1) -> None:
         """
         Args:
-            every: One of so many rollouts is written, beginning with rollout 0, at changing places of the cycle.
+            every: Average number of rollouts from one that is written to the next. Rollout 0 is written, later ones at
+                varying offsets, so that all lags occur.
             num_groups: Number of groups of each rollout, with all their siblings.
         """
         check_range("RolloutLog.every", every, at_least=1)

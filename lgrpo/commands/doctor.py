@@ -156,10 +156,12 @@ def model(policy: Any) -> Iterator[Finding]:
         yield Finding("model", "missing", f"{policy.name} cannot be read: {str(error).splitlines()[0][:200]}")
         return
     yield Finding("model", "ok", f"{policy.name}, {config.model_type}")
-    config.num_hidden_layers, config.vocab_size = min(2, config.num_hidden_layers), 128
     try:
-        small = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
-        packs = can_pack(small)
+        config = config.get_text_config()
+        config.num_hidden_layers, config.vocab_size = min(2, config.num_hidden_layers), 128
+        config.pad_token_id = config.bos_token_id = config.eos_token_id = None  # may be beyond the vocabulary
+        trusted = {"trust_remote_code": policy.trust_remote_code}
+        packs = can_pack(AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, **trusted))
     except Exception as error:  # any family may fail in a way of its own
         yield Finding("packing", "note", f"could not be tried: {type(error).__name__}")
         return

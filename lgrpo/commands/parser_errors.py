@@ -8,6 +8,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
@@ -27,15 +28,15 @@ IMPORT = re.compile(r"No module named|has no attribute|cannot import|Expected a 
 def report_errors(parser: ArgumentParser) -> None:
     """Make a parser print one line for an error, instead of the usage and a tree of types."""
 
-    original = parser.error
+    parser.error = partial(_error, parser)
 
-    def error(message: str, ex: Exception | None = None) -> NoReturn:
-        if not parser.exit_on_error:
-            original(one_line(message, setting_names(parser)), ex)
-        print(f"lgrpo: {one_line(message, setting_names(parser))}", file=sys.stderr)
-        raise SystemExit(2) from ex
 
-    parser.error = error
+def _error(parser: ArgumentParser, message: str, ex: Exception | None = None) -> NoReturn:
+    line = one_line(message, setting_names(parser))
+    if not parser.exit_on_error:
+        type(parser).error(parser, line, ex)
+    print(f"lgrpo: {line}", file=sys.stderr)
+    raise SystemExit(2) from ex
 
 
 def setting_names(parser: ArgumentParser) -> list[str]:

@@ -78,7 +78,10 @@ def _in_one_call(sync: Namespace) -> str:
     if "budget" in sync:
         return "; one in each call, because the next sync is not known in advance"
     period = sync.get("period")
-    return f"; those of {'an epoch' if period is None else f'a cycle ({period})'} in one call (data.generate_ahead)"
+    from lgrpo.functional.sync_cycle import MAX_AHEAD
+
+    together = f"up to {MAX_AHEAD} of an epoch" if period is None else f"those of a cycle ({period})"
+    return f"; {together} in one call (data.generate_ahead)"
 
 
 def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 ENDLESS = 2**62
 """Number of rollouts that no run reaches."""
+MAX_AHEAD = 16
+"""Most rollouts of an endless cycle that are sampled in one call."""
 
 
 def is_sync_due(rollout: int, period: int | None, lead: int = 0) -> bool:
@@ -38,7 +40,8 @@ def rollouts_to_sample(
 ) -> range:
     """Return the rollouts that one call of the engine samples, beginning with rollout k.
 
-    With ``generate_ahead`` these are the rest of the cycle or, if it has no end, of the epoch.
+    With ``generate_ahead`` these are the rest of the cycle. If it has no end, they are the rest of the epoch, but not
+    more than ``MAX_AHEAD``: they wait in memory and are part of every checkpoint.
 
     >>> rollouts_to_sample(4, cycle_end=8, run_end=7, generate_ahead=True)
     range(4, 7)
@@ -46,7 +49,7 @@ def rollouts_to_sample(
     range(4, 5)
     """
     if cycle_end is not None and cycle_end >= ENDLESS:
-        cycle_end = (rollout // per_epoch + 1) * per_epoch
+        cycle_end = min((rollout // per_epoch + 1) * per_epoch, rollout + MAX_AHEAD)
     end = min(cycle_end, run_end) if generate_ahead and cycle_end is not None else rollout + 1
     return range(rollout, max(end, rollout + 1))
 
@@ -64,11 +67,11 @@ def rollout_in_background(rollout: int, lead: int, cycle_end: int | None, run_en
 def is_selected(rollout: int, every: int) -> bool:
     """Return whether rollout k is the one of ``every`` rollouts that is logged or measured.
 
-    It is the first one of the first ``every`` rollouts, and after that at a place that changes, so that rollouts of all
-    lags are selected whatever the period of syncs is.
+    It is rollout 0, and then one in each ``every`` rollouts at varying offsets, so that all lags occur whatever the
+    period of syncs is.
 
     >>> [k for k in range(50) if is_selected(k, every=10)]
     [0, 16, 22, 38, 44]
     """
-    window, place = divmod(rollout, every)
-    return place == int(window * GOLDEN_RATIO % 1 * every)
+    window, offset = divmod(rollout, every)
+    return offset == int(window * GOLDEN_RATIO % 1 * every)

@@ -30,7 +30,8 @@ class RolloutRecorder(RolloutCallback):
     def __init__(self, every: int = 1, path: str | None = None) -> None:
         """
         Args:
-            every: One of so many rollouts is written, beginning with rollout 0, at changing places of the cycle.
+            every: Average number of rollouts from one that is written to the next. Rollout 0 is written, later ones at
+                varying offsets, so that all lags occur.
             path: Folder of the files; by default ``rollouts`` in the run folder.
         """
         check_range("every of RolloutRecorder", every, at_least=1)

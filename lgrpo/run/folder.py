@@ -73,7 +73,7 @@ def check_writable(folder: Path) -> None:
             file.write(b"x")
     except OSError as error:
         raise SystemExit(
-            f"lgrpo: nothing can be written to the folder {folder} ({error.strerror}): choose another --run, or make "
+            f"lgrpo: nothing can be written to the folder {folder} ({error.strerror}): choose another folder, or make "
             f"{existing} writable"
         ) from error
 

@@ -94,8 +94,8 @@ class Template:
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of characters of a tokenizer's longest token.
 
-    A longer text than n times this number has more than n tokens. That is known at once, while tokenising a text of
-    many megabytes takes minutes and gigabytes.
+    A longer text than n times this number has more than n tokens, unless the tokenizer shortens texts (BERT's joins
+    spaces). That is known at once, while tokenising a text of many megabytes takes minutes and gigabytes.
     """
     return max(map(len, tokenizer.get_vocab()))
 

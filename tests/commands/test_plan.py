@@ -87,7 +87,7 @@ def test_rollouts_in_one_call(capsys):
     ahead, offline = "--data.generate_ahead=true", "--weight_sync.period=null"
     assert "one call" not in plan(capsys)["rollout"]
     assert plan(capsys, ahead)["rollout"].endswith("; those of a cycle (10) in one call (data.generate_ahead)")
-    assert plan(capsys, ahead, offline)["rollout"].endswith("; those of an epoch in one call (data.generate_ahead)")
+    assert plan(capsys, ahead, offline)["rollout"].endswith("; up to 16 of an epoch in one call (data.generate_ahead)")
     adaptive = plan(capsys, f"--config={CONFIGS / 'adaptive.yaml'}", ahead)
     assert adaptive["rollout"].endswith("; one in each call, because the next sync is not known in advance")
 

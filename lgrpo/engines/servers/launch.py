@@ -179,9 +179,9 @@ class ServerLauncher:
         names = [model["id"] for model in served]
         if self.served_model_name not in names:
             raise EngineError(f"the vLLM server at {server.url} serves {names}, not {self.served_model_name!r}")
-        check_logprobs_mode(server, timeout)
         if server.process is None and self.tokenizer is not None:
             self._check_tokenizer(server, self.tokenizer, timeout)
+        check_logprobs_mode(server, timeout)
         return served[names.index(self.served_model_name)].get("max_model_len") or 0
 
     def _check_tokenizer(self, server: VLLMServer, tokenizer: PreTrainedTokenizerBase, timeout: float) -> None:
@@ -221,6 +221,6 @@ def check_logprobs_mode(server: VLLMServer, timeout: float) -> None:
         ) from error
     if mode != LOGPROBS_MODE:
         raise EngineError(
-            f"the vLLM server at {server.url} returns {mode}, which ignore temperature, top-p and top-k, so ratios "
-            f"would be wrong. Start it with --logprobs-mode {LOGPROBS_MODE}"
+            f"the vLLM server at {server.url} returns {mode}, not log-probabilities of the distribution that tokens "
+            f"are sampled from, so ratios would be wrong. Start it with --logprobs-mode {LOGPROBS_MODE}"
         )

@@ -226,7 +226,7 @@ def test_syncs_work_after_an_error(policy, engine):
 
 def test_a_server_that_returns_raw_logprobs(policy):
     engine = VLLMServerEngine(options={"logprobs_mode": "raw_logprobs"})
-    expected = r"returns raw_logprobs, which ignore temperature.*Start it with --logprobs-mode processed_logprobs"
+    expected = r"returns raw_logprobs, not log-probabilities of .*Start it with --logprobs-mode processed_logprobs"
     with pytest.raises(EngineError, match=expected):
         engine.load_weights(policy.weights(), step=0)
     assert not engine.group.servers
