@@ -194,7 +194,7 @@ def test_no_line_of_a_log_file_is_written_twice(tmp_path):
     fit(**own(save=True))
     straight = {name: lines(name) for name in ("syncs.jsonl", "completions.jsonl")}
     assert [row["version"] for row in straight["syncs.jsonl"]] == [0, 1]
-    assert [row["rollout"] for row in straight["completions.jsonl"]] == [0] * 8 + [2] * 8 + [4] * 8 + [6] * 8
+    assert [row["rollout"] for row in straight["completions.jsonl"]] == [0] * 8 + [3] * 8 + [4] * 8 + [7] * 8
     assert [row["version"] for row in straight["completions.jsonl"]] == [0] * 16 + [1] * 16
     for step in (1, 4, 6):
         for name in straight:

@@ -232,7 +232,7 @@ def test_rollout_log_shows_the_final_mask_for_any_order(tmp_path):
         folder = tmp_path / str(i)
         fit(rollouts=5, callbacks=callbacks, trainer={"default_root_dir": str(folder)})
         rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-        assert [row["rollout"] for row in rows] == [0] * 4 + [2] * 4 + [4] * 4
+        assert [row["rollout"] for row in rows] == [0] * 4 + [3] * 4 + [4] * 4
         assert not any(row["live"] for row in rows)
 
 
