@@ -27,7 +27,6 @@ IMPORT = re.compile(r"No module named|has no attribute|cannot import|Expected a 
 
 def report_errors(parser: ArgumentParser) -> None:
     """Make a parser print one line for an error, instead of the usage and a tree of types."""
-
     parser.error = partial(_error, parser)
 
 
