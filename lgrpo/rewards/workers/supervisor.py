@@ -45,7 +45,7 @@ def supervise(work: Callable[[], None], parent: int, descriptor: int) -> None:
         os._exit(0)
     os.close(descriptor)
     while signal.sigwait(awaited) == signal.SIGCHLD and worker not in ended_children():
-        confinement.prctl(confinement.PR_SET_CHILD_SUBREAPER, 1)
+        pass  # an adopted process has ended
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(worker, signal.SIGKILL)
@@ -84,8 +84,8 @@ def has_children() -> bool:
     """Return whether a child of this process has not ended."""
     ended_children()
     try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:  # there is none
         return False
     return True
 
