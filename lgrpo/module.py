@@ -21,7 +21,7 @@ from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
 from lgrpo.policy import CausalPolicy
 from lgrpo.policy.checkpoint import drop_omitted_weights, restore_omitted_weights
-from lgrpo.policy.memory import check_memory
+from lgrpo.policy.memory import check_memory, used_memory
 from lgrpo.policy.reference import Reference, ReferenceLogprobs, make_reference
 from lgrpo.policy.strategy import check_precision, check_strategy, clip_gradients, compute_dtype, shard
 from lgrpo.run.checkpoints import gather_ranks
@@ -56,6 +56,7 @@ class GRPOModule(L.LightningModule):
         self.proximal = ProximalMemory()
         self._reference_logprobs, self._step_log = ReferenceLogprobs(), StepLog()
         self._step_is_empty, self._loaded_step = False, 0
+        self._grad_norm: Tensor | None = None
 
     # Interface of the data module and of callbacks (hooks.PolicyOwner)
 
@@ -148,7 +149,7 @@ class GRPOModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        clip_gradients(self, self.policy, optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self._grad_norm = clip_gradients(self, self.policy, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -158,8 +159,17 @@ class GRPOModule(L.LightningModule):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         elif optimizer_closure is not None:
             optimizer_closure()
+        self._log_step(float(optimizer.param_groups[0]["lr"]))
+
+    def _log_step(self, learning_rate: float) -> None:
+        """Log the metrics of a step. Here alone the trainer waits for the GPU: the step's tensors become numbers."""
         metrics = {f"train/{name}": value for name, value in self.step_metrics.compute().items()}
-        metrics["train/step_skipped"] = float(self._step_is_empty)
+        metrics |= used_memory(self.trainer)
+        metrics |= {"train/step_skipped": float(self._step_is_empty), "train/learning_rate": learning_rate}
+        if self._step_is_empty:
+            metrics["train/grad_norm"] = 0.0
+        elif self._grad_norm is not None:  # else FiniteSteps skipped the step
+            metrics["train/grad_norm"] = float(self._grad_norm)
         self._step_log.write(self.trainer, metrics)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:

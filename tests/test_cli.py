@@ -126,6 +126,7 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     writes = ("checkpoint_writes", "file_writes", "logger_writes")
     only_sometimes |= {f"fault/{kind}" for kind in ("nonfinite_steps", *writes)}  # after a failure
     only_sometimes |= {f"time/{kind}" for kind in ("monitor", "calibration", "divergence")}
+    only_sometimes |= {"memory/gpu"}
     assert explained == logged | {"val/pass@1"} | only_sometimes
 
 

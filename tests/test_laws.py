@@ -261,7 +261,8 @@ class TestSameGradient:
             assert largest_difference(one["weights"], several["weights"]) <= 1e-5
             assert len(one["logged"]) == len(several["logged"]) == 6
             for a, b in zip(one["logged"], several["logged"], strict=True):
-                for name in ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag"):
+                names = ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag")
+                for name in (*names, "train/grad_norm", "train/outside_band_fraction"):
                     assert a[name] == pytest.approx(b[name], abs=1e-5), name
             assert one["val/pass@1"] == pytest.approx(several["val/pass@1"], abs=1e-6)
             assert (

@@ -52,6 +52,7 @@ class RolloutPreparation:
     mask_failures: bool
     budget: TokenBudget | None = None
     _last_end: float | None = field(default=None, init=False)
+    _period: float | None = field(default=None, init=False)  # seconds from the previous rollout to this one
 
     def __call__(self, rollout: int, late: LateGroups) -> tuple[RolloutBatch, LateGroups]:
         """Return rollout k, ready for training, and the groups that wait for scores from then on."""
@@ -72,6 +73,8 @@ class RolloutPreparation:
         call_rollout_end(trainer, batch)
         batch.metrics |= {"time/sync": sync_seconds} | self._idle_times(start, batch.metrics["time/generate"])
         set_totals(batch, trainer)
+        if self._period is not None:
+            batch.metrics["time/tokens_per_second"] = batch.totals.all_tokens / self._period
         if self.behaviour_logprobs == "policy":
             recompute_logprobs(batch, self.schedule.ready(), trainer)
         return batch, late
@@ -101,9 +104,9 @@ class RolloutPreparation:
         now = time.perf_counter()
         times = {"time/wait": now - start}
         if self._last_end is not None:
-            period = now - self._last_end
-            times["time/trainer_idle_share"] = (now - start) / period
-            times["time/engine_idle_share"] = max(0.0, 1 - generate_seconds / period)
+            self._period = now - self._last_end
+            times["time/trainer_idle_share"] = (now - start) / self._period
+            times["time/engine_idle_share"] = max(0.0, 1 - generate_seconds / self._period)
         self._last_end = now
         return times
 

@@ -37,6 +37,8 @@ class LossOutput:
     """[B, T] bool: no gradient, because the ratio left the band downwards."""
     clipped_high: Tensor
     """[B, T] bool: likewise upwards."""
+    outside_band: Tensor | None = None
+    """[B, T] bool: ratio outside the band, with gradient or not; None if the loss has no band."""
 
     def quantities(self, batch: RolloutBatch, logprobs: PolicyLogprobs, step: int) -> dict[str, Any]:
         """Return the arguments of ``StepMetrics.update`` for this micro-batch, at optimizer step ``step``."""
@@ -49,6 +51,7 @@ class LossOutput:
             "ratio": self.ratio,
             "clipped_low": self.clipped_low,
             "clipped_high": self.clipped_high,
+            "outside_band": self.outside_band,
             "entropy": logprobs.entropy.detach(),
             "kl_reference": None if reference is None else kl_divergence(policy, reference),
             "lag": batch.lag(step),

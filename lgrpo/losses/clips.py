@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import final
 
 import torch
+from torch import Tensor
 
 from lgrpo.checks import check_range
-from lgrpo.functional import ClipCentre, clip_band, clip_centre, clipped_surrogate, outside_band, sequence_log_ratio
+from lgrpo.functional import (
+    ClipCentre,
+    clip_band,
+    clip_centre,
+    clipped_surrogate,
+    outside_band,
+    sequence_log_ratio,
+    two_side,
+)
 from lgrpo.losses.gates import Gate, Gated, check_band
 from lgrpo.losses.terms import Terms, check_choice
 
@@ -31,10 +40,15 @@ class MinClip(Gate):
         self.centre: ClipCentre = centre
         self.needs_proximal = self.needs_behaviour = centre != "one"
 
-    def __call__(self, terms: Terms) -> Gated:
+    def _band(self, terms: Terms) -> tuple[Tensor, Tensor]:
         centre = clip_centre(terms.log_ratio, terms.batch.behaviour_logprobs, terms.logprobs.proximal, self.centre)
-        multiplicative = self.centre == "proximal_multiplicative"
-        low, high = clip_band(centre, self.low, self.high, multiplicative=multiplicative)
+        return clip_band(centre, self.low, self.high, multiplicative=self.centre == "proximal_multiplicative")
+
+    def outside_band(self, terms: Terms) -> Tensor:
+        return ~two_side(terms.ratio, *self._band(terms))
+
+    def __call__(self, terms: Terms) -> Gated:
+        low, high = self._band(terms)
         ratio = terms.ratio
         surrogate = clipped_surrogate(ratio, terms.advantages, low, high)
         with torch.no_grad():
@@ -81,6 +95,9 @@ class WeightClamp(Gate):
         check_band(low, high)
         self.low, self.high = low, high
 
+    def outside_band(self, terms: Terms) -> Tensor:
+        return ~two_side(terms.ratio, 1 - self.low, 1 + self.high)
+
     def __call__(self, terms: Terms) -> Gated:
         weight = terms.ratio.detach().clamp(1 - self.low, 1 + self.high)
         none_clipped = torch.zeros_like(terms.batch.loss_mask)
@@ -103,6 +120,9 @@ class GeometricClip(Gate):
         check_range("low", low, at_least=0)
         check_range("high", high, at_least=0)
         self.low, self.high = low, high
+
+    def outside_band(self, terms: Terms) -> Tensor:
+        return ~two_side(terms.log_ratio, -self.low, self.high)
 
     def __call__(self, terms: Terms) -> Gated:
         log_ratio, advantages = terms.log_ratio, terms.advantages
@@ -136,6 +156,9 @@ class OffPolicySequenceMask(Gate):
         self.reads_ratio = gate.reads_ratio
         self.multiplies_by_ratio = gate.multiplies_by_ratio
         self.needs_proximal = gate.needs_proximal
+
+    def outside_band(self, terms: Terms) -> Tensor | None:
+        return self.gate.outside_band(terms)
 
     def __call__(self, terms: Terms) -> Gated:
         gated = self.gate(terms)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from lgrpo.checks import check_range
 from lgrpo.functional import MAX_LOG_RATIO
 from lgrpo.losses.aggregation import Aggregation, TokenMean
@@ -79,11 +81,14 @@ class ComposedLoss(PolicyLoss):
         values = -self.scale * self.weight(terms).detach() * gated.surrogate
         for regulariser in self.regularisers:
             values = values + regulariser(terms)
+        with torch.no_grad():
+            outside_band = self.gate.outside_band(terms)
         return LossOutput(
             loss=self.aggregation(values, batch),
             ratio=terms.ratio.detach(),
             clipped_low=gated.clipped_low,
             clipped_high=gated.clipped_high,
+            outside_band=outside_band,
         )
 
 

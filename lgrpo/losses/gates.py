@@ -48,6 +48,10 @@ class Gate(ABC):
     def __call__(self, terms: Terms) -> Gated:
         """Return the surrogate of a micro-batch's tokens."""
 
+    def outside_band(self, terms: Terms) -> Tensor | None:
+        """Return the tokens whose ratio is outside the band, for any advantage, [B, T] bool; None without a band."""
+        return None
+
 
 class MaskGate(Gate):
     """Gate that lets a token train or not: its surrogate is ``A log π_θ`` or 0."""
@@ -85,6 +89,9 @@ class _BandGate(MaskGate):
         """
         check_band(low, high)
         self.low, self.high = low, high
+
+    def outside_band(self, terms: Terms) -> Tensor:
+        return ~two_side(terms.ratio, 1 - self.low, 1 + self.high)
 
 
 @final

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lgrpo.metrics.ratio_histogram import bin_counts, bin_edges, ratio_quantiles
+
 SUMS = (
     "loss",
     "tokens",
@@ -17,6 +19,8 @@ SUMS = (
     "ratio_squared",
     "clipped_low",
     "clipped_high",
+    "band_tokens",
+    "outside_band",
     "kl_behaviour",
     "kl_reference",
     "entropy",
@@ -34,11 +38,16 @@ class StepMetrics(Metric):
     full_state_update = False
 
     sums: Tensor
+    """The entries of ``SUMS``, then the bins of a histogram of the ratio."""
     maxima: Tensor
+    edges: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("sums", default=torch.zeros(len(SUMS), dtype=torch.float64), dist_reduce_fx="sum")
+        edges = bin_edges()
+        self.register_buffer("edges", edges, persistent=False)
+        size = len(SUMS) + len(edges) + 1
+        self.add_state("sums", default=torch.zeros(size, dtype=torch.float64), dist_reduce_fx="sum")
         lowest = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64)
         self.add_state("maxima", default=lowest, dist_reduce_fx="max")
 
@@ -53,6 +62,7 @@ class StepMetrics(Metric):
         ratio: Tensor,
         clipped_low: Tensor,
         clipped_high: Tensor,
+        outside_band: Tensor | None,
         entropy: Tensor,
         kl_reference: Tensor | None,
         lag: Tensor,
@@ -61,12 +71,13 @@ class StepMetrics(Metric):
         """Add a micro-batch. [B, T] tensors count where ``mask`` is set; ``log_ratio`` is log π_θ/π_α.
 
         The engine's mismatch counts all ``sampled`` tokens: a wrong engine may be why a rollout has none in the loss.
-        Recorded completions may lack data: their ``lag`` is NaN if unknown, and metrics of log π_α count only tokens
-        where ``behaviour_known`` is set.
+        ``outside_band`` is None if the loss has no band. Recorded completions may lack data: their ``lag`` is NaN if
+        unknown, and metrics of log π_α count only tokens where ``behaviour_known`` is set.
         """
         has_lag, is_known = mask.any(1) & ~lag.isnan(), mask & behaviour_known
         has_ratio, is_fresh = mask & (behaviour_known | ~ratio.isnan()), sampled & (lag == 0)[:, None]
         known_log_ratio, known_ratio = _where(is_known, log_ratio), _where(has_ratio, ratio)
+        nothing = loss.new_zeros(())
         mismatch = log_ratio.abs()  # of fresh tokens: α is π_θ, computed by the engine
         sums = {
             "loss": loss,
@@ -79,14 +90,17 @@ class StepMetrics(Metric):
             "ratio_squared": known_ratio.square().sum(),
             "clipped_low": _where(mask, clipped_low).sum(),
             "clipped_high": _where(mask, clipped_high).sum(),
+            "band_tokens": nothing if outside_band is None else has_ratio.sum(),
+            "outside_band": nothing if outside_band is None else _where(has_ratio, outside_band).sum(),
             # k3 of KL(π_α ‖ π_θ), because α sampled the tokens
             "kl_behaviour": (known_log_ratio.exp() - 1 - known_log_ratio).sum(),
-            "kl_reference": loss.new_zeros(()) if kl_reference is None else _where(mask, kl_reference).sum(),
+            "kl_reference": nothing if kl_reference is None else _where(mask, kl_reference).sum(),
             "entropy": _where(mask, entropy).sum(),
             "lag": _where(has_lag, lag).sum(),
             "mismatch": _where(is_fresh, mismatch).sum(),
         }
-        self.sums += torch.stack([sums[name].double() for name in SUMS])
+        named = torch.stack([sums[name].double() for name in SUMS])
+        self.sums += torch.cat([named, bin_counts(self.edges, ratio, has_ratio)])
         maxima = {
             "ratio": _max(has_ratio, ratio),
             "negative_ratio": _max(has_ratio, -ratio),
@@ -97,7 +111,8 @@ class StepMetrics(Metric):
         self.maxima = torch.maximum(self.maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
     def compute(self) -> dict[str, float]:
-        total = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        sums = self.sums.tolist()
+        total, counts = dict(zip(SUMS, sums, strict=False)), sums[len(SUMS) :]
         largest = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
         metrics = {"loss": total["loss"], "live_tokens": total["tokens"]}
         if total["fresh_tokens"]:
@@ -117,6 +132,10 @@ class StepMetrics(Metric):
                 "ratio_min": -largest["negative_ratio"],
                 "ratio_max": largest["ratio"],
             }
+            quantiles = ratio_quantiles(counts, metrics["ratio_min"], metrics["ratio_max"])
+            metrics |= {f"ratio_{name}": value for name, value in quantiles.items()}
+        if total["band_tokens"]:
+            metrics["outside_band_fraction"] = total["outside_band"] / total["band_tokens"]
         if total["behaviour_tokens"]:
             metrics["kl_behaviour"] = total["kl_behaviour"] / total["behaviour_tokens"]
         return metrics | {

@@ -1,9 +1,12 @@
-"""Memory of an update, estimated from the sizes of the model."""
+"""Memory of an update: estimated from the sizes of the model, and measured."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from bisect import bisect
 from collections.abc import Callable
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -42,6 +45,21 @@ def local_bytes(parameter: Tensor) -> int:
     """Return the bytes of this process's shard of a parameter."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.numel() * local.element_size()
+
+
+def used_memory(trainer: L.Trainer) -> dict[str, float]:
+    """Return the metric of memory, in GiB, the largest of all ranks: the GPU's peak so far, or the resident memory."""
+    device = trainer.strategy.root_device
+    kind = "gpu" if device.type == "cuda" else "resident"
+    if device.type == "cuda":
+        used = float(torch.cuda.max_memory_allocated(device))
+    elif sys.platform == "linux":
+        used = float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    else:
+        used = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    if trainer.world_size > 1:
+        used = float(trainer.strategy.reduce(torch.tensor(used, device=device), reduce_op="max"))
+    return {f"memory/{kind}": used / 2**30}
 
 
 def check_memory(policy: CausalPolicy, trainer: L.Trainer, budget: int | None) -> None:

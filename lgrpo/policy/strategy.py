@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lgrpo.policy.causal import CausalPolicy
 from lgrpo.policy.reference import Reference
@@ -64,18 +69,31 @@ def clip_gradients(
     optimizer: torch.optim.Optimizer,
     value: float | None,
     algorithm: str | None,
-) -> None:
-    """Clip gradients as Lightning does, and in two cases that Lightning refuses.
+) -> Tensor | None:
+    """Clip gradients as Lightning does, and return their norm before; None if there are no gradients.
 
-    These are the norm of gradients sharded by FSDP1, and fused optimizers in bfloat16, which has no loss scale.
+    Two cases are clipped that Lightning refuses: the norm of gradients sharded by FSDP1, and fused optimizers in
+    bfloat16, which has no loss scale. The norm is computed once, for clipping and for the log.
     """
     kind, precision = GradClipAlgorithmType(algorithm or "norm"), module.trainer.precision_plugin
-    if isinstance(policy, FullyShardedDataParallel) and value and kind == GradClipAlgorithmType.NORM:
-        policy.clip_grad_norm_(value)
-    elif isinstance(precision, MixedPrecision) and precision.scaler is None and value:
-        Precision.clip_gradients(precision, optimizer, value, kind)
-    else:
+    max_norm = value if value is not None and value > 0 and kind == GradClipAlgorithmType.NORM else math.inf
+    if isinstance(policy, FullyShardedDataParallel):
+        norm = policy.clip_grad_norm_(max_norm)
+        if max_norm == math.inf:
+            module.clip_gradients(optimizer, value, algorithm)
+        return norm
+    parameters = list(precision.main_params(optimizer))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:  # the step is skipped
+        return None
+    norm = get_total_norm(gradients)
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         module.clip_gradients(optimizer, value, algorithm)
+    elif max_norm < math.inf:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    else:
+        Precision.clip_gradients(precision, optimizer, value or 0.0, kind)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def compute_dtype(trainer: L.Trainer | None) -> torch.dtype | None:

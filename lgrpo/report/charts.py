@@ -50,6 +50,12 @@ SECTIONS = {
             show_syncs=True,
         ),
         Chart(
+            title="Quantiles of the token ratio",
+            note="Ratio that this share of live tokens does not exceed.",
+            lines={f"train/ratio_q{q}": f"{int(q)} %" for q in ("01", "10", "50", "90", "99")},
+            show_syncs=True,
+        ),
+        Chart(
             title="Spread of the ratio",
             note="Standard deviation over tokens: how far the policy has moved from the behaviour policy.",
             lines={"train/ratio_std": "deviation"},
@@ -58,8 +64,13 @@ SECTIONS = {
         ),
         Chart(
             title="Clip fraction",
-            note="Share of live tokens without gradient because their ratio is outside the clip range.",
-            lines={"train/clip_fraction_low": "below", "train/clip_fraction_high": "above"},
+            note="Share of live tokens without gradient because their ratio is outside the clip band, and share of all "
+            "that are outside.",
+            lines={
+                "train/clip_fraction_low": "clipped below",
+                "train/clip_fraction_high": "clipped above",
+                "train/outside_band_fraction": "outside",
+            },
             show_syncs=True,
             axis_min=0,
         ),
@@ -154,6 +165,18 @@ SECTIONS = {
     "Optimisation": [
         Chart(title="Loss", note="Of one optimizer step, over all micro-batches.", lines={"train/loss": "loss"}),
         Chart(
+            title="Gradient norm",
+            note="Norm of the gradient of a step before clipping.",
+            lines={"train/grad_norm": "norm"},
+            axis_min=0,
+        ),
+        Chart(
+            title="Learning rate",
+            note="Learning rate of a step.",
+            lines={"train/learning_rate": "rate"},
+            axis_min=0,
+        ),
+        Chart(
             title="Live tokens", note="Number of tokens with a loss.", lines={"train/live_tokens": "tokens"}, axis_min=0
         ),
         Chart(
@@ -172,6 +195,18 @@ SECTIONS = {
             title="Stage seconds",
             note="Seconds of one rollout in each stage; the update is one optimizer step.",
             lines={f"time/{stage}": stage for stage in ("sync", "generate", "score", "wait", "update")},
+            axis_min=0,
+        ),
+        Chart(
+            title="Tokens per second",
+            note="Sampled tokens of a rollout over the time since the previous rollout.",
+            lines={"time/tokens_per_second": "tokens/s"},
+            axis_min=0,
+        ),
+        Chart(
+            title="Memory",
+            note="GiB, largest of all ranks: peak of PyTorch's GPU memory, or resident memory without a GPU.",
+            lines={"memory/gpu": "GPU", "memory/resident": "resident"},
             axis_min=0,
         ),
     ],

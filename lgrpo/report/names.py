@@ -23,14 +23,22 @@ _TRAIN = [
     "loss",
     "live_tokens",
     "step_skipped",
+    "grad_norm",
+    "learning_rate",
     "lag",
     "lag_max",
     "ratio_mean",
     "ratio_std",
     "ratio_min",
     "ratio_max",
+    "ratio_q01",
+    "ratio_q10",
+    "ratio_q50",
+    "ratio_q90",
+    "ratio_q99",
     "clip_fraction_low",
     "clip_fraction_high",
+    "outside_band_fraction",
     "kl_behaviour",
     "kl_reference",
     "engine_mismatch_mean",
@@ -46,11 +54,13 @@ _TIME = [
     "update",
     "trainer_idle_share",
     "engine_idle_share",
+    "tokens_per_second",
     "engine_recovery",
     "monitor",
     "calibration",
     "divergence",
 ]
+_MEMORY = ["gpu", "resident"]
 _FAULT = ["engine_failures", "nonfinite_steps", "checkpoint_writes", "file_writes", "logger_writes"]
 _MONITOR = ["gain", "gain_varied", "gain_rollout", "zero_variance_fraction"]
 _MONITOR += [f"{term}{of_s}" for term in ("s", "coefficient", "surrogate") for of_s in ("", "_bernoulli")]
@@ -72,8 +82,8 @@ def metric_names(num_samples: Mapping[str, int]) -> list[str]:
     >>> [name for name in metric_names({"": 5, "aime": 2}) if "j@" in name or "s@" in name and "1" not in name]
     ['val/pass@2', 'val/pass@4', 'val/pass@5', 'val/maj@4', 'val/maj@5', 'val/aime/pass@2']
     """
-    groups = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME, "fault": _FAULT}
-    groups |= {"monitor": _MONITOR, "calibration": _CALIBRATION, "sync": _SYNC}
+    groups = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME, "memory": _MEMORY}
+    groups |= {"fault": _FAULT, "monitor": _MONITOR, "calibration": _CALIBRATION, "sync": _SYNC}
     for task, count in num_samples.items():
         several = sorted({2**n for n in range(1, count.bit_length())} | ({count} - {1}))
         at_k = [f"pass@{k}" for k in several] + [f"maj@{k}" for k in several if k > 2]

@@ -34,6 +34,7 @@ def micro_batch(seed, device="cpu"):
         "ratio": ratio.where(mask, torch.inf),
         "clipped_low": torch.rand(5, 7, generator=draw) < 0.3,
         "clipped_high": (torch.rand(5, 7, generator=draw) < 0.3).float(),
+        "outside_band": torch.rand(5, 7, generator=draw) < 0.3,
         "entropy": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
         "kl_reference": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
         "lag": torch.tensor([0.0, 3.0, torch.nan, torch.nan, 9.0]),
@@ -62,7 +63,9 @@ def by_loops(batches):
             "kl_reference": "kl_reference",
         }.items()
     }
+    outside = [float(b["outside_band"][i, j]) for b, i, j in tokens if not b["ratio"][i, j].isnan()]
     return all_tokens | {
+        "outside_band_fraction": mean(outside),
         "loss": sum(float(b["loss"]) for b in batches),
         "live_tokens": len(tokens),
         "engine_mismatch_mean": mean(fresh),
@@ -77,11 +80,38 @@ def by_loops(batches):
     }
 
 
+def without_quantiles(metrics):
+    """Return the metrics that equal a loop over tokens: quantiles are those of bins."""
+    return {name: value for name, value in metrics.items() if not name.startswith("ratio_q")}
+
+
 def test_metrics_equal_loops_over_tokens():
     metrics, batches = StepMetrics(), [micro_batch(seed) for seed in range(3)]
     for batch in batches:
         metrics.update(**batch)
-    assert metrics.compute() == pytest.approx(by_loops(batches), rel=1e-5)
+    assert without_quantiles(metrics.compute()) == pytest.approx(by_loops(batches), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.1, 2.0])
+def test_quantiles_are_those_of_the_whole_step(scale):
+    """Micro-batches have different ratios, so that no mean of their quantiles is right."""
+    metrics, log_ratios = StepMetrics(), []
+    for shift in range(3):
+        batch = micro_batch(shift)
+        draw = torch.Generator().manual_seed(shift)
+        batch["ratio"] = (scale * (torch.randn(5, 7, generator=draw) + shift)).exp().where(batch["mask"], torch.nan)
+        log_ratios.append(batch["ratio"][batch["mask"]].log())
+        metrics.update(**batch)
+    values, found = torch.cat(log_ratios).double().sort().values, metrics.compute()
+    for share in (1, 10, 50, 90, 99):
+        exact = float(values[max(0, math.ceil(share / 100 * len(values)) - 1)])
+        assert math.log(found[f"ratio_q{share:02d}"]) == pytest.approx(exact, rel=0.04), share
+
+
+def test_a_loss_without_a_band():
+    metrics = StepMetrics()
+    metrics.update(**micro_batch(0) | {"outside_band": None})
+    assert "outside_band_fraction" not in metrics.compute()
 
 
 def test_percentile_of_many_tokens():
@@ -89,7 +119,7 @@ def test_percentile_of_many_tokens():
     batch = micro_batch(0) | {"lag": torch.tensor([0.0, 0.0, 0.0, 7.0])}
     shape = 4, 100
     log_ratio = torch.linspace(-3, 0, 400).view(shape)[:, torch.randperm(100)].flip(0)
-    for name in ("clipped_low", "clipped_high", "entropy", "kl_reference"):
+    for name in ("clipped_low", "clipped_high", "outside_band", "entropy", "kl_reference"):
         batch[name] = torch.zeros(shape)
     everywhere = torch.ones(shape, dtype=torch.bool)
     batch |= dict.fromkeys(("mask", "sampled", "behaviour_known"), everywhere)
@@ -116,7 +146,9 @@ def test_empty_micro_batch_adds_nothing():
     metrics, batch = StepMetrics(), micro_batch(0)
     metrics.update(**{name: tensor[:0] if tensor.ndim else tensor for name, tensor in batch.items()})
     metrics.update(**batch)
-    assert metrics.compute() == pytest.approx(by_loops([batch]) | {"loss": 2 * float(batch["loss"])}, rel=1e-5)
+    assert without_quantiles(metrics.compute()) == pytest.approx(
+        by_loops([batch]) | {"loss": 2 * float(batch["loss"])}, rel=1e-5
+    )
 
 
 def test_recording_without_log_probabilities_has_no_ratio_metrics():
@@ -139,4 +171,6 @@ def test_update_does_not_synchronise_with_the_gpu():
             metrics.update(**batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert metrics.compute() == pytest.approx(by_loops([micro_batch(seed) for seed in range(3)]), rel=1e-5)
+    assert without_quantiles(metrics.compute()) == pytest.approx(
+        by_loops([micro_batch(seed) for seed in range(3)]), rel=1e-5
+    )

@@ -81,7 +81,8 @@ def train(run: Run, checkpoint: Path | None, out: Path) -> None:
     if run.module.loss.needs_reference:
         state["reference"] = dict(run.module.reference_weights())
     if run.trainer.is_global_zero:
-        torch.save(state | {"lags": run.recorder.lags, "steps": run.trainer.global_step}, out)
+        seen = {"lags": run.recorder.lags, "steps": run.trainer.global_step, "logged": run.logged}
+        torch.save(state | seen, out)
 
 
 def main() -> None:
