@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Integral
+from typing import Any
 
 
 def check_range(
@@ -44,6 +46,18 @@ def check_range(
     if not all(is_met for _, is_met in required):
         range_ = " and ".join(text for text, _ in required)
         raise ValueError(f"{name} is {value}; it must be {range_}{f': {reason}' if reason else ''}")
+
+
+def check_count(name: str, value: int | None, **bounds: Any) -> None:
+    """Raise a ``ValueError`` if a setting is not an integer, or out of range; ``bounds`` as for ``check_range``.
+
+    >>> check_count("data.group_size", 4.0, at_least=2)
+    Traceback (most recent call last):
+    ValueError: data.group_size is 4.0; it must be an integer
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise ValueError(f"{name} is {value!r}; it must be an integer")
+    check_range(name, value, **bounds)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

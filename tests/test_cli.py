@@ -51,8 +51,8 @@ def lgrpo(*arguments: str, cwd: Path | None = None, timeout: float = 120) -> sub
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_config_parses_and_builds(name):
-    on_cpu = ["--trainer.strategy.class_path=tests.processes.fsdp_on_cpu.FSDPOnCPU", "--trainer.accelerator=cpu"]
-    cli = LGRPOCLI(with_base(name) + (on_cpu if name == "fsdp.yaml" else []), run=False)
+    on_cpu = ["--trainer.strategy.class_path=tests.processes.fsdp_on_cpu.FSDPOnCPU"] if name == "fsdp.yaml" else []
+    cli = LGRPOCLI([*with_base(name), *on_cpu, "--trainer.accelerator=cpu"], run=False)
     assert cli.trainer.callbacks
     assert cli.model.policy is not None
     assert cli.datamodule.group_size >= 2
@@ -419,6 +419,56 @@ def test_wrong_options_are_answered_in_one_line(option, message, capsys):
         main(["fit", *with_base("tiny.yaml"), option])
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"lgrpo: {message}\n"
+
+
+OTHER_TASK = "{data: {task: {class_path: lgrpo.tasks.DatasetTask, init_args: {train: x.jsonl, reward: ExactMatch}}}}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--data.task=lgrpo.tasks.DatasetTask", "--data.task.train=x.jsonl", "--data.task.reward=ExactMatch"],
+        [f"--config={OTHER_TASK}"],
+    ],
+    ids=["options", "config"],
+)
+def test_another_task_starts_from_its_own_defaults(options):
+    """``num_held_out`` of the base's task is a setting of this one too."""
+    settings = parse_settings([*with_base("tiny.yaml"), *options]).data.task.init_args
+    assert (settings.num_held_out, settings.template.prompt, settings.train) == (0, "{question}", "x.jsonl")
+    same = parse_settings([*with_base("tiny.yaml"), "--data.task=SortDigits", "--data.task.seed=1"])
+    assert same.data.task.init_args.num_held_out == 128
+
+
+def test_another_optimizer_keeps_the_learning_rate():
+    settings = parse_settings([*with_base("tiny.yaml"), "--model.optimizer=torch.optim.SGD"])
+    assert settings.model.optimizer.init_args.lr == 6e-4
+
+
+@pytest.mark.parametrize("command", ["fit", "plan", "validate"])
+def test_a_model_folder_without_a_model(command, tmp_path):
+    made = ["--model.policy.config=null", "--model.policy.characters=null", f"--model.policy.name={tmp_path}"]
+    with pytest.raises(FileNotFoundError, match=r"a folder without config\.json") as caught:
+        main([command, *with_base("tiny.yaml"), *made, f"--run={tmp_path / 'run'}"])
+    assert is_user_error(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--trainer.accelerator=gpu"],
+            r"trainer\.accelerator is gpu, but PyTorch finds no GPU: set it to cpu",
+        ),
+        (["--trainer.accelerator=cpu", "--trainer.devices=0"], r"`Trainer\(devices='0'\)` value is not a valid input"),
+    ],
+)
+def test_devices_that_do_not_exist(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as caught:
+        main(["fit", *with_base("tiny.yaml"), *options, f"--run={tmp_path / 'run'}"])
+    assert is_user_error(caught.value)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["weight_sync.period", "data.reuse"])

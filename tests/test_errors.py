@@ -9,13 +9,24 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lgrpo import ClippedLoss, Evaluation, ReferenceRefresh, RolloutCallback, Sampling, WeightSync, ZeroVarianceMask
+from lgrpo import (
+    ClippedLoss,
+    Evaluation,
+    ReferenceRefresh,
+    RolloutCallback,
+    RolloutDataModule,
+    Sampling,
+    WeightSync,
+    ZeroVarianceMask,
+)
 from lgrpo.advantages import GroupWhitened
-from lgrpo.engines import NoWeightsError
+from lgrpo.cli import is_user_error
+from lgrpo.engines import EngineError, EnginePool, NoWeightsError, VLLMEngine, VLLMServerEngine
 from lgrpo.losses import BehaviourForwardKL, ComposedLoss, ConstantSum
+from lgrpo.policy.strategy import check_strategy
 from lgrpo.rewards import BatchReward, Reward
 from lgrpo.tasks import SortDigits
-from tests.helpers import fit, largest_difference
+from tests.helpers import build, fit, largest_difference, tiny_policy
 
 
 @pytest.mark.parametrize(
@@ -25,6 +36,10 @@ from tests.helpers import fit, largest_difference
         ({"data": {"num_prompts": 0}}, r"data\.num_prompts is 0"),
         ({"i": 0}, r"data\.reuse is 0; it must be at least 1"),
         ({"v": -1}, r"weight_sync\.period is -1"),
+        ({"data": {"group_size": 4.0}}, r"data\.group_size is 4\.0; it must be an integer"),
+        ({"data": {"num_prompts": 4.0}}, r"data\.num_prompts is 4\.0; it must be an integer"),
+        ({"data": {"num_rollouts": 2.5}}, r"data\.num_rollouts is 2\.5; it must be an integer"),
+        ({"i": True}, r"data\.reuse is True; it must be an integer"),
         ({"callbacks": [WeightSync(2)]}, r"2 callbacks that sync the engine \(WeightSync\(period=1\), WeightS"),
         ({"callbacks": [ReferenceRefresh()]}, "kl_coef is 0, so none is kept"),
         ({"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})]}, "split into a constant number"),
@@ -44,6 +59,35 @@ def test_settings(settings, message):
 def test_a_missing_weight_sync_is_an_error():
     with pytest.raises(NoWeightsError, match=r"WeightSync callback \(lgrpo\.WeightSync\(period=v\)\)"):
         fit(v=0)
+
+
+def test_a_period_changed_in_a_run_is_refused():
+    """The engine is told at each sync how many rollouts follow, so one sync would be off the grid."""
+
+    class Changes(RolloutCallback):
+        def on_rollout_start(self, trainer, pl_module, rollout):
+            if rollout == 1:
+                next(c for c in trainer.callbacks if isinstance(c, WeightSync)).period = 3
+
+    with pytest.raises(AttributeError, match=r"period is 2 and cannot be changed to 3 in a run: .*EngineSync"):
+        fit(v=2, callbacks=[Changes()])
+
+
+@pytest.mark.parametrize("engine", [VLLMEngine, EnginePool, VLLMServerEngine])
+def test_an_engine_without_vllm(engine, monkeypatch):
+    """It is noticed before anything is loaded: there is no tokenizer to load here."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    run = build(data={"engine": engine()})
+    monkeypatch.setattr(RolloutDataModule, "_prompts", lambda *_: pytest.fail("prompts were loaded"))
+    with pytest.raises(EngineError, match=r"needs vLLM, which is not installed: pip install 'lgrpo\[vllm\]'") as caught:
+        run.trainer.fit(run.module, datamodule=run.data)
+    assert is_user_error(caught.value)
+    VLLMServerEngine(urls=["http://127.0.0.1:1"]).check_installed()
+
+
+def test_compiling_on_a_cpu():
+    with pytest.warns(UserWarning, match=r"policy\.compile is set, but the policy is on the CPU"):
+        check_strategy(tiny_policy(compile=True), build().trainer)
 
 
 def returns(value):
@@ -126,7 +170,10 @@ def test_prompts_not_divisible_by_the_number_of_ranks(tmp_path):
         (lambda: ConstantSum(0), "constant is 0"),
         (lambda: GroupWhitened(eps=0), "eps is 0"),
         (lambda: WeightSync(0), "period is 0"),
+        (lambda: WeightSync(2.5), r"weight_sync\.period is 2\.5; it must be an integer"),
         (lambda: ReferenceRefresh(0), "period is 0"),
+        (lambda: ReferenceRefresh(1.5), r"reference_refresh\.period is 1\.5; it must be an integer"),
+        (lambda: Sampling(max_tokens=8.0), r"sampling\.max_tokens is 8\.0; it must be an integer"),
         (lambda: ReferenceRefresh(decay=1.0), "decay is 1.0"),
         (lambda: ZeroVarianceMask(-1), "tolerance is -1"),
         (lambda: Evaluation(num_samples=0), "num_samples is 0"),

@@ -10,7 +10,7 @@ import torch
 
 from lgrpo.callbacks.log_ratios import log_ratios
 from lgrpo.callbacks.weight_sync import EngineSync
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.hooks import rollout_owner
 from lgrpo.metrics import OffPolicyMetrics
 from lgrpo.run.loggers import log_metrics
@@ -64,8 +64,8 @@ class AdaptiveWeightSync(EngineSync):
         else:
             check_range("weight_sync.budget", budget, above=0, below=1, reason=f"{criterion} is a share")
         check_range("weight_sync.hysteresis", hysteresis, at_least=0)
-        check_range("weight_sync.minimum", minimum, at_least=1)
-        check_range("weight_sync.maximum", maximum, at_least=minimum, reason="it is not below the minimum")
+        check_count("weight_sync.minimum", minimum, at_least=1)
+        check_count("weight_sync.maximum", maximum, at_least=minimum, reason="it is not below the minimum")
         check_range("weight_sync.clip_low", clip_low, at_least=0, at_most=1)
         check_range("weight_sync.clip_high", clip_high, at_least=0)
         self.criterion: Criterion = criterion

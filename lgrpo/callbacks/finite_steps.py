@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.hooks import policy_owner, rollout_owner
 from lgrpo.run.folder import run_folder
 
@@ -34,8 +34,8 @@ class FiniteSteps(L.Callback):
             patience: Number of consecutive skipped steps that ends the run.
             keep: Largest number of batches to save, in ``nonfinite/`` in the run folder.
         """
-        check_range("finite_steps.patience", patience, at_least=1)
-        check_range("finite_steps.keep", keep, at_least=0)
+        check_count("finite_steps.patience", patience, at_least=1)
+        check_count("finite_steps.keep", keep, at_least=0)
         self.patience = patience
         self.keep = keep
         self._in_a_row = 0

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lgrpo.callbacks.log_ratios import log_ratios
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.functional import completion_log_ratio
 from lgrpo.functional.sync_cycle import is_selected
 from lgrpo.hooks import RolloutCallback, rollout_owner
@@ -48,8 +48,8 @@ class ImprovementMonitor(RolloutCallback):
             clip_high: Distance of the ratio above 1 from which a token with a positive advantage counts as clipped.
             eps: Constant in s = √(σ² + eps).
         """
-        check_range("improvement_monitor.every", every, at_least=1)
-        check_range("improvement_monitor.num_held_out", num_held_out, at_least=0)
+        check_count("improvement_monitor.every", every, at_least=1)
+        check_count("improvement_monitor.num_held_out", num_held_out, at_least=0)
         check_range("improvement_monitor.clip_low", clip_low, at_least=0, at_most=1)
         check_range("improvement_monitor.clip_high", clip_high, at_least=0)
         check_range("improvement_monitor.eps", eps, above=0, reason="otherwise s could be 0")

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.hooks import policy_owner, rollout_owner
 
 
@@ -19,7 +19,7 @@ class ReferenceRefresh(L.Callback):
             period: Number of rollouts between two refreshes. By default one stage, that is one Lightning epoch.
             decay: Weight of the old reference: 0 copies the policy, 0.99 is a slow moving average.
         """
-        check_range("reference_refresh.period", period, at_least=1, reason="it is a number of rollouts")
+        check_count("reference_refresh.period", period, at_least=1, reason="it is a number of rollouts")
         check_range("reference_refresh.decay", decay, at_least=0, below=1)
         self.period = period
         self.decay = decay

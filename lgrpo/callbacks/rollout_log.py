@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from lgrpo.callbacks.jsonl import append_lines
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.functional.sync_cycle import is_selected
 from lgrpo.hooks import RolloutCallback, Stage, policy_owner, rollout_owner
 from lgrpo.run.loggers import attempt
@@ -28,8 +28,8 @@ class RolloutLog(RolloutCallback):
                 varying offsets, so that all lags occur.
             num_groups: Number of groups of each rollout, with all their siblings.
         """
-        check_range("RolloutLog.every", every, at_least=1)
-        check_range("RolloutLog.num_groups", num_groups, at_least=1)
+        check_count("RolloutLog.every", every, at_least=1)
+        check_count("RolloutLog.num_groups", num_groups, at_least=1)
         self.every = every
         self.num_groups = num_groups
         self._batch: RolloutBatch | None = None

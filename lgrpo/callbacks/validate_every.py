@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lightning as L
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.hooks import rollout_owner
 
 
@@ -16,7 +16,7 @@ class ValidateEvery(L.Callback):
         Args:
             rollouts: Number of rollouts between two validations.
         """
-        check_range("validate_every.rollouts", rollouts, at_least=1)
+        check_count("validate_every.rollouts", rollouts, at_least=1)
         self.rollouts = rollouts
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

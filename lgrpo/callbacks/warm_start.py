@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.utils.rnn import pad_sequence
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.hooks import policy_owner
 from lgrpo.policy import CausalPolicy
 from lgrpo.tasks.template import longest_token
@@ -38,8 +38,8 @@ class SupervisedWarmStart(L.Callback):
             seed: Seed of the choice of rows. By default the data module's.
         """
         reason = "leave the callback out for a run without a warm start"
-        check_range("SupervisedWarmStart.num_steps", num_steps, at_least=1, reason=reason)
-        check_range("SupervisedWarmStart.batch_size", batch_size, at_least=1)
+        check_count("SupervisedWarmStart.num_steps", num_steps, at_least=1, reason=reason)
+        check_count("SupervisedWarmStart.batch_size", batch_size, at_least=1)
         check_range("SupervisedWarmStart.learning_rate", learning_rate, above=0)
         self.num_steps = num_steps
         self.batch_size = batch_size

@@ -8,7 +8,7 @@ from typing import Any, final
 import lightning as L
 
 from lgrpo.callbacks.jsonl import append_lines
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.functional.sync_cycle import is_sync_due, num_rollouts_in_cycle
 from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
 from lgrpo.run.resume import ResumeSettings
@@ -74,8 +74,20 @@ class WeightSync(EngineSync):
         Args:
             period: v, in rollouts. 1 is on-policy; null never syncs after the first time (offline).
         """
-        check_range("weight_sync.period", period, at_least=1, reason="it is a number of rollouts")
-        self.period = period
+        check_count("weight_sync.period", period, at_least=1, reason="it is a number of rollouts")
+        self._period = period
+
+    @property
+    def period(self) -> int | None:
+        """v. It is fixed, because the engine is told at each sync how long its weights are needed."""
+        return self._period
+
+    @period.setter
+    def period(self, value: int | None) -> None:
+        raise AttributeError(
+            f"WeightSync.period is {self._period} and cannot be changed to {value} in a run: for a v that varies use "
+            "AdaptiveWeightSync, or subclass lgrpo.callbacks.EngineSync and decide in is_due"
+        )
 
     def __str__(self) -> str:
         return f"WeightSync(period={self.period})"

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lgrpo.commands import command_parser
@@ -146,14 +145,14 @@ def model(policy: Any) -> Iterator[Finding]:
 
     from lgrpo.policy.attention import PACKED
     from lgrpo.policy.forward import can_pack
+    from lgrpo.policy.loading import check_folder, check_hub
 
-    if (folder := Path(policy.name)).is_dir() and not (folder / "config.json").is_file():
-        yield Finding("model", "missing", f"{folder} has no config.json: it is not a Hugging Face folder")
-        return
     try:
+        check_folder("policy.name", policy.name)
+        check_hub("policy.name", policy.name)
         config = AutoConfig.from_pretrained(policy.name, trust_remote_code=policy.trust_remote_code)
     except (OSError, ValueError) as error:
-        yield Finding("model", "missing", f"{policy.name} cannot be read: {str(error).splitlines()[0][:200]}")
+        yield Finding("model", "missing", f"{policy.name} cannot be read: {str(error).splitlines()[0]}")
         return
     yield Finding("model", "ok", f"{policy.name}, {config.model_type}")
     try:

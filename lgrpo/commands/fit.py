@@ -12,9 +12,11 @@ from typing import Any
 
 import lightning as L
 from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lgrpo import recordings  # noqa: F401  (so that short class names find its engine and callback)
 from lgrpo.callbacks import (
@@ -32,6 +34,7 @@ from lgrpo.callbacks import (
     ZeroVarianceMask,
 )
 from lgrpo.commands import COMMANDS, INTERRUPTED, RESUMABLE
+from lgrpo.commands.class_change import reset_replaced_tasks
 from lgrpo.commands.evaluate import add_config_of_run, evaluate_checkpoints, logged_metrics, print_metrics
 from lgrpo.commands.parser_errors import report_errors
 from lgrpo.commands.raw_strings import restore_raw_strings
@@ -44,6 +47,7 @@ from lgrpo.run.folder import RunFolder
 from lgrpo.run.metrics_logger import MetricsLogger
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help texts of Sampling, Timeouts, Evaluation, …
+reset_replaced_tasks()
 
 CALLBACK_KEYS = {
     "weight_sync": EngineSync,
@@ -142,6 +146,7 @@ class LGRPOCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         settings = self._settings(self.config)
+        check_accelerator(settings.trainer.accelerator)
         is_fit = self.subcommand == "fit"
         self.folder = claim_training_folder(settings) if is_fit else RunFolder(evaluation_folder(settings))
 
@@ -175,7 +180,10 @@ class LGRPOCLI(LightningCLI):
             kwargs["enable_progress_bar"] = False  # Lightning's bar counts tasks; the evaluation shows problems
             if settings.trainer.logger is None:
                 kwargs["logger"] = False
-        trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        try:
+            trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        except MisconfigurationException as error:
+            raise ValueError(" ".join(str(error).split())) from error
         write_atomically(trainer)
         return trainer
 
@@ -245,6 +253,15 @@ class SaveConfig(SaveConfigCallback):
             attempts = len(list(folder.glob("config*.yaml")))
             path = folder / ("config.yaml" if attempts == 0 else f"config-{attempts + 1}.yaml")
             path.write_text(self.parser.dump(self.config, skip_none=False), encoding="utf-8")
+
+
+def check_accelerator(name: Any) -> None:
+    """Raise a ``ValueError`` if the settings ask for a GPU and there is none."""
+    if name in ("gpu", "cuda") and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
+        raise ValueError(
+            f"trainer.accelerator is {name}, but PyTorch finds no GPU: set it to cpu or auto, or check the driver and "
+            "whether PyTorch is a build for GPUs (lgrpo doctor)"
+        )
 
 
 def default_loggers(folder: Path) -> list[Logger]:

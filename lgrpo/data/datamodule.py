@@ -13,10 +13,10 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lgrpo.advantages import Advantage, GroupWhitened
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.difficulty import DifficultySampling
-from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator
+from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, skip_validation
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
 from lgrpo.data.prompts import Prompts, load_prompts
 from lgrpo.data.sampler import DynamicSampling, RolloutSampler
@@ -97,9 +97,9 @@ class RolloutDataModule(L.LightningDataModule):
         counts = {"num_prompts": num_prompts, "reuse": reuse, "num_rollouts": num_rollouts}
         counts |= {"micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": max_prompt_tokens}
         for name, value in counts.items():
-            check_range(f"data.{name}", value, at_least=1)
-        check_range("data.lead", lead, at_least=0)
-        check_range("data.max_lag", max_lag, at_least=0)
+            check_count(f"data.{name}", value, at_least=1)
+        check_count("data.lead", lead, at_least=0)
+        check_count("data.max_lag", max_lag, at_least=0)
         replays = engine is not None and engine.replays  # recorded completions have no lag
         if max_lag is not None and max_lag < lead * reuse and not replays:
             raise ValueError(
@@ -107,7 +107,7 @@ class RolloutDataModule(L.LightningDataModule):
                 f"{lead * reuse} optimizer steps old when they are trained on, so nothing would be: raise max_lag, or "
                 "lower the lead"
             )
-        check_range("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
+        check_count("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
         if sampling.is_truncated:
             raise ValueError(
                 "data.sampling sets top_k, top_p or min_p: truncated sampling gives the dropped tokens no probability, "
@@ -149,6 +149,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Load and check the prompts the stage needs."""
+        self.engine.check_installed()
         trainer = self._trainer
         self.tokenizer = policy_owner(trainer).policy.tokenizer
         tasks: dict[str, tuple[Task, Evaluation]] = {"": (self.task, self.evaluation)}
@@ -162,11 +163,8 @@ class RolloutDataModule(L.LightningDataModule):
             for name, (task, settings) in tasks.items()
             if len(task.rows("validation"))
         ]
-        if not self._evaluators and (stage != "fit" or trainer.limit_val_batches):
-            raise ValueError(
-                "there is nothing to validate on: the task has no validation set, and data.benchmarks names no other "
-                "task. Add one, or set trainer.limit_val_batches to 0"
-            )
+        if not self._evaluators:
+            skip_validation(trainer, stage)
 
     def _setup_fit(self, trainer: L.Trainer) -> None:
         num_rows = rows_per_rank(self.num_prompts, self.group_size, trainer)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.data.collate import Group, as_rewards, collate_rollout
 from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
@@ -50,8 +50,8 @@ class Evaluation:
     none are written."""
 
     def __post_init__(self) -> None:
-        check_range("evaluation.num_samples", self.num_samples, at_least=1)
-        check_range("evaluation.num_problems", self.num_problems, at_least=1)
+        check_count("evaluation.num_samples", self.num_samples, at_least=1)
+        check_count("evaluation.num_problems", self.num_problems, at_least=1)
 
     def positions(self, num_available: int, rank: int, world_size: int) -> range:
         """Return the positions of a rank's problems."""
@@ -174,6 +174,16 @@ class Evaluator:
             correct=rewards >= settings.success_reward,
             final_answers=[[self.task.final_answer(c.text) for c in group] for group in groups],
         )
+
+
+def skip_validation(trainer: L.Trainer, stage: str) -> None:
+    """Train without validation, because there is no task to validate on; another stage than ``fit`` is an error."""
+    reason = "the task has no validation set, and data.benchmarks names no other task"
+    if stage != "fit":
+        raise ValueError(f"there is nothing to validate on: {reason}. Add one of the two")
+    if trainer.limit_val_batches:
+        rank_zero_info(f"The run is not validated: {reason}.")
+        trainer.limit_val_batches = 0
 
 
 def write_results(name: str, samples: Samples, form: Literal["jsonl", "parquet"], trainer: L.Trainer) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.data.collate import Group, as_rewards, collate_rollout, completions_of
 from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
@@ -36,7 +36,7 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         reason = "to turn resampling off, leave dynamic_sampling out"
-        check_range("dynamic_sampling.max_rounds", self.max_rounds, at_least=1, reason=reason)
+        check_count("dynamic_sampling.max_rounds", self.max_rounds, at_least=1, reason=reason)
         check_range("dynamic_sampling.tolerance", self.tolerance, at_least=0)
 
 

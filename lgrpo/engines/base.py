@@ -77,9 +77,10 @@ class NoWeightsError(RuntimeError):
 class RolloutEngine(ABC):
     """Samples completions from the weights it was last given.
 
-    Life cycle: ``prepare`` before a fit. Then, for each sync cycle, ``load_weights``; for each rollout ``generate``,
-    then ``sleep``, with ``finish_cycle`` before the last ``sleep``. ``close`` ends it. Before the first
-    ``load_weights`` and after ``finish_cycle`` or ``close`` it has no weights to sample from, and ``generate`` raises.
+    Life cycle: ``check_installed``, and ``prepare`` before a fit. Then, for each sync cycle, ``load_weights``; for each
+    rollout ``generate``, then ``sleep``, with ``finish_cycle`` before the last ``sleep``. ``close`` ends it. Before the
+    first ``load_weights`` and after ``finish_cycle`` or ``close`` it has no weights to sample from, and ``generate``
+    raises.
 
     Each completion draws from a random stream keyed by (seed, position of its prompt in the run, index among its
     siblings), so neither batch, rollout nor rank changes what is sampled.
@@ -119,6 +120,9 @@ class RolloutEngine(ABC):
     def num_without_logprobs(self) -> int:
         """Number of its completions without known log-probabilities. Valid after ``prepare``."""
         return 0
+
+    def check_installed(self) -> None:  # noqa: B027
+        """Raise an ``EngineError`` if a package it needs is not installed. Called before anything is loaded."""
 
     def prepare(  # noqa: B027
         self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.engines.recovery import EngineFailure
 from lgrpo.types import Completion, Prompt
 
@@ -35,10 +35,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_range("sampling.temperature", self.temperature, above=0)
-        check_range("sampling.top_k", self.top_k, at_least=0, reason="0 turns it off")
+        check_count("sampling.top_k", self.top_k, at_least=0, reason="0 turns it off")
         check_range("sampling.top_p", self.top_p, above=0, at_most=1)
         check_range("sampling.min_p", self.min_p, at_least=0, below=1)
-        check_range("sampling.max_tokens", self.max_tokens, at_least=1)
+        check_count("sampling.max_tokens", self.max_tokens, at_least=1)
         if any(not s for s in self.stop or []):
             raise ValueError("sampling.stop has an empty string, which would end every completion at once")
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 
 RESUME_ADVICE = "resume from the last checkpoint (lgrpo fit … --ckpt_path last)"
 
@@ -57,7 +57,7 @@ class FailureBudget:
         Args:
             max_failures: Failures to recover from; the next one raises an error.
         """
-        check_range("max_failures", max_failures, at_least=0, reason="0 stops at the first failure")
+        check_count("max_failures", max_failures, at_least=0, reason="0 stops at the first failure")
         self.max_failures = max_failures
         self.faults = Faults()
         self._count = 0

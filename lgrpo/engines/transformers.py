@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.engines.base import NoWeightsError, RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
@@ -45,7 +45,7 @@ class TransformersEngine(RolloutEngine):
             trust_remote_code: Whether code of the model's repository may run, as for the policy.
         """
         super().__init__()
-        check_range("max_sequences", max_sequences, at_least=1)
+        check_count("max_sequences", max_sequences, at_least=1)
         self.max_sequences = max_sequences
         self.dtype = None if dtype is None else getattr(torch, dtype)
         self.trust_remote_code = trust_remote_code

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 
 POLICY, REFERENCE = "policy", "reference"
 _BASE = ".base_layer."
@@ -33,7 +33,7 @@ class LoRA:
     """Last part of the names of the linear layers to adapt, such as q_proj. By default all but the head."""
 
     def __post_init__(self) -> None:
-        check_range("lora.rank", self.rank, at_least=1)
+        check_count("lora.rank", self.rank, at_least=1)
         check_range("lora.alpha", self.alpha, above=0)
         if self.modules is not None and not self.modules:
             raise ValueError("lora.modules is an empty list: leave it out for all linear layers but the head")

@@ -17,14 +17,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.functional import chunked_token_logprobs, combined_checksum, named_checksums
 from lgrpo.policy import adapters, fsdp1
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.compilation import ActivationBudgetBackend
 from lgrpo.policy.forward import can_pack, check_logits, hidden_states, is_packed, logits
-from lgrpo.policy.loading import character_tokenizer, load_model, load_tokenizer
+from lgrpo.policy.loading import character_tokenizer, check_folder, check_hub, load_model, load_tokenizer
 from lgrpo.run.resume import (
     ResumeSettings,
     architecture_of,
@@ -93,8 +93,10 @@ class CausalPolicy(nn.Module):
             raise ValueError("policy.tokenizer and policy.characters exclude each other")
         if config is not None and tokenizer is None and characters is None:
             raise ValueError("a policy made from a config needs a tokenizer: set policy.tokenizer or policy.characters")
+        if name is not None:
+            check_folder("policy.name", name)
         check_range("policy.activation_memory", activation_memory, at_least=0, at_most=1)
-        check_range("policy.chunk_size", chunk_size, at_least=1)
+        check_count("policy.chunk_size", chunk_size, at_least=1)
         self.name = name
         self.settings = config
         self.tokenizer_name = tokenizer
@@ -117,12 +119,17 @@ class CausalPolicy(nn.Module):
         """The tokenizer, which has a pad token."""
         if self.characters is not None:
             return character_tokenizer(self.characters)
+        if self.tokenizer_name is not None:
+            check_hub("policy.tokenizer", self.tokenizer_name, "tokenizer_config.json")
+        elif self.name is not None:
+            check_hub("policy.name", self.name)
         return load_tokenizer(cast(str, self.tokenizer_name or self.name), self.pad_token, self.trust_remote_code)
 
     @cached_property
     def config(self) -> PretrainedConfig:
         """The architecture, read without loading weights."""
         if self.settings is None:
+            check_hub("policy.name", cast(str, self.name))
             return AutoConfig.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
         special = {"pad_token_id": self.tokenizer.pad_token_id, "eos_token_id": self.tokenizer.eos_token_id}
         return AutoConfig.for_model(

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from lightning.pytorch.utilities import rank_zero_warn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -15,9 +25,63 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+_TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece")
+"""First letters of the files of a tokenizer. Without any of them transformers returns a tokenizer without tokens."""
+
+
+def check_folder(setting: str, name: str, file: str = "config.json") -> None:
+    """Raise a ``FileNotFoundError`` if a model's name is a folder without ``file``, or a path that does not exist."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / file).is_file():
+            raise FileNotFoundError(
+                f"{setting} is {name}, a folder without {file}: name the folder that save_pretrained, a download or "
+                "lgrpo export wrote"
+            )
+    elif path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"{setting} is {name}: there is no such folder")
+
+
+def check_hub(setting: str, name: str, file: str = "config.json") -> None:
+    """Raise an ``OSError`` if a hub name is not in the cache and cannot be downloaded.
+
+    It asks the hub once. Without a network transformers takes minutes, because it tries again for every file.
+    """
+    if Path(name).is_dir():
+        return
+    try:
+        if not isinstance(try_to_load_from_cache(name, file), str):
+            get_hf_file_metadata(hf_hub_url(name, file))
+    except GatedRepoError as error:
+        raise PermissionError(
+            f"{setting} is {name}, which is gated: accept its conditions at https://huggingface.co/{name} and log in "
+            "with hf auth login"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise FileNotFoundError(
+            f"{setting} is {name}: there is neither such a folder nor such a model on the Hugging Face hub. Check the "
+            "name; a private model needs hf auth login"
+        ) from error
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(f"{setting} is {name}: this repository of the hub has no {file}") from error
+    except HfHubHTTPError:
+        return  # the hub answered, perhaps that it is busy: transformers tries again
+    except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
+        reason = "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else str(error)
+        raise ConnectionError(
+            f"{setting} is {name}, which is neither a folder nor in the cache, and the Hugging Face hub cannot be "
+            f"reached ({reason}). Download it where there is a network (hf download {name}) and give its folder, or "
+            "copy the cache and set HF_HUB_OFFLINE=1"
+        ) from error
+
 
 def load_tokenizer(source: str, pad_token: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Return a tokenizer that has a pad token; raise a ``ValueError`` that says how to choose one if it has none."""
+    if (folder := Path(source)).is_dir() and not any(f.name.startswith(_TOKENIZER_FILES) for f in folder.iterdir()):
+        raise FileNotFoundError(
+            f"the folder {source} has no tokenizer (tokenizer.json, tokenizer_config.json): set policy.tokenizer to "
+            "the hub name or folder of one"
+        )
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():

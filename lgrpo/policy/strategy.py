@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
-from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -43,7 +43,12 @@ def shard(
 
 
 def check_strategy(policy: CausalPolicy, trainer: L.Trainer) -> None:
-    """Raise a ``ValueError`` if the Trainer's strategy does not support the policy."""
+    """Raise a ``ValueError`` if the Trainer's strategy does not support the policy; warn if it would be slow."""
+    if policy.compile_layers and trainer.strategy.root_device.type == "cpu":
+        rank_zero_warn(
+            "policy.compile is set, but the policy is on the CPU, where compiling takes minutes before the first step "
+            "and makes little faster: leave it out, as configs/fast.yaml is for GPUs"
+        )
     if not isinstance(trainer.strategy, FSDPStrategy):
         return
     if policy.lora is not None:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.recordings.recording import Recording
 from lgrpo.rewards import BatchReward, Score, WrappedReward
 from lgrpo.tasks.base import Split, Task
@@ -31,7 +31,7 @@ class RecordedPrompts(Task):
             task: Task with the validation set, and the reward of completions without a recorded one.
             min_completions: Lowest number of recorded completions of a prompt; others are left out.
         """
-        check_range("data.task.min_completions", min_completions, at_least=1)
+        check_count("data.task.min_completions", min_completions, at_least=1)
         super().__init__(task.template, _RecordedReward(task.reward))
         self.path = path
         self.task = task

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.data.collate import completions_of
 from lgrpo.functional.sync_cycle import is_selected
 from lgrpo.hooks import RolloutCallback, RolloutOwner, Stage, policy_owner, rollout_owner
@@ -34,7 +34,7 @@ class RolloutRecorder(RolloutCallback):
                 varying offsets, so that all lags occur.
             path: Folder of the files; by default ``rollouts`` in the run folder.
         """
-        check_range("every of RolloutRecorder", every, at_least=1)
+        check_count("every of RolloutRecorder", every, at_least=1)
         self.every = every
         self.path = path
         self._batch: RolloutBatch | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.engines.base import BORROWED, EngineState, RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
@@ -55,7 +55,7 @@ class ReplayEngine(RolloutEngine):
         """
         super().__init__()
         check_range("data.engine.share", share, at_least=0, at_most=1)
-        check_range("data.engine.siblings", siblings, at_least=1)
+        check_count("data.engine.siblings", siblings, at_least=1)
         self.path = path
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
         if self.engine.replays:
@@ -68,6 +68,9 @@ class ReplayEngine(RolloutEngine):
         self._recording: Recording | None = None
         self._by_prompt: dict[str, list[RecordedGroup]] = {}
         self._num_without_logprobs = 0
+
+    def check_installed(self) -> None:
+        self.engine.check_installed()
 
     # The recording
 

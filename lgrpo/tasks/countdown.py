@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, final
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.rewards import BatchReward, CountdownEquation
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.dataset import RowTask
@@ -98,9 +98,9 @@ class GeneratedCountdown(Task):
             reward: Reward of a completion.
         """
         super().__init__(template, reward)
-        check_range("num_train", num_train, at_least=1)
-        check_range("num_validation", num_validation, at_least=0)
-        check_range("max_number", max_number, at_least=1)
+        check_count("num_train", num_train, at_least=1)
+        check_count("num_validation", num_validation, at_least=0)
+        check_count("max_number", max_number, at_least=1)
         counts = [3, 4] if num_numbers is None else num_numbers
         if not counts or not all(2 <= count <= 6 for count in counts):
             raise ValueError(f"num_numbers is {counts}; a problem must have 2 to 6 numbers")

@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.rewards import BatchReward
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.rows import LocatedRow, Row, RowStream
@@ -61,10 +61,10 @@ class RowTask(Task):
         """
         super().__init__(template, reward)
         name = type(self).__name__
-        check_range("task.num_train", num_train, at_least=1)
-        check_range("task.num_validation", num_validation, at_least=1)
-        check_range("task.num_held_out", num_held_out, at_least=0)
-        check_range("task.num_examples", num_examples, at_least=0)
+        check_count("task.num_train", num_train, at_least=1)
+        check_count("task.num_validation", num_validation, at_least=1)
+        check_count("task.num_held_out", num_held_out, at_least=0)
+        check_count("task.num_examples", num_examples, at_least=0)
         if num_held_out and (validation is not None or num_validation is not None):
             raise ValueError(
                 "task.num_held_out takes the validation set from the training set: set either that, or task.validation "

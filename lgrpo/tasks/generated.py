@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, final
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.rewards import BatchReward, ExactMatch
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.template import Template
@@ -19,7 +19,7 @@ class _Enumerated(Task):
         self, rows: list[dict[str, Any]], num_held_out: int, seed: int, template: Template, reward: BatchReward
     ) -> None:
         super().__init__(template, reward)
-        check_range("num_held_out", num_held_out, above=0, below=len(rows), reason="the number of problems")
+        check_count("num_held_out", num_held_out, above=0, below=len(rows), reason="the number of problems")
         random.Random(seed).shuffle(rows)
         self._rows = {"validation": rows[:num_held_out], "train": rows[num_held_out:]}
 
@@ -47,7 +47,7 @@ class SortDigits(_Enumerated):
             template: Template that turns a row into a prompt.
             reward: Reward of a completion.
         """
-        check_range("num_digits", num_digits, at_least=2, at_most=6)
+        check_count("num_digits", num_digits, at_least=2, at_most=6)
         numbers = (f"{n:0{num_digits}d}" for n in range(10**num_digits))
         rows = [{"question": n, "answer": (a := "".join(sorted(n))), "solution": a} for n in numbers]
         super().__init__(rows, num_held_out, seed, template, reward)
@@ -75,7 +75,7 @@ class Arithmetic(_Enumerated):
             template: Template that turns a row into a prompt.
             reward: Reward of a completion.
         """
-        check_range("num_digits", num_digits, at_least=1, at_most=3)
+        check_count("num_digits", num_digits, at_least=1, at_most=3)
         results = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
         numbers = range(10**num_digits)
         rows = [

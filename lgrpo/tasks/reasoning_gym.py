@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, final
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.rewards import BatchReward
 from lgrpo.rewards.reasoning_gym import ReasoningGymScore, generator
 from lgrpo.tasks.base import Split, Task
@@ -49,8 +49,8 @@ class ReasoningGym(Task):
             template: Template that turns a row into a prompt.
             reward: Reward of a completion; the default is the generator's score.
         """
-        check_range("num_train", num_train, at_least=1)
-        check_range("num_validation", num_validation, at_least=0)
+        check_count("num_train", num_train, at_least=1)
+        check_count("num_validation", num_validation, at_least=0)
         if name in UNSTABLE and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise ValueError(
                 f"reasoning-gym's {name!r} makes different problems in every process: set PYTHONHASHSEED=0 before the "

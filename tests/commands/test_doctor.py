@@ -85,7 +85,7 @@ def test_the_model_of_a_config(tmp_path):
     assert state_of(findings("whole"), "packing") == ("ok", "packed rows")
     state, text = state_of(findings("empty"), "model")
     assert state == "missing"
-    assert "has no config.json: it is not a Hugging Face folder" in text
+    assert "a folder without config.json" in text
     assert state_of(findings("absent"), "model")[0] == "missing"
 
 

@@ -182,9 +182,12 @@ class TestSchedule:
     def test_a_task_without_a_validation_set(self):
         rows = [{"question": f"{n}>", "answer": str(n)} for n in range(10)]
         task = DatasetTask(NumericMatch(), rows)
+        run = fit(rollouts=1, data={"task": task}, trainer={"limit_val_batches": 1.0, "num_sanity_val_steps": -1})
+        assert run.trainer.global_step == 1
+        assert not [name for name in run.trainer.callback_metrics if name.startswith("val/")]
+        run = build(data={"task": task}, trainer={"limit_val_batches": 1.0})
         with pytest.raises(ValueError, match=r"nothing to validate on.*data\.benchmarks"):
-            fit(data={"task": task}, trainer={"limit_val_batches": 1.0})
-        fit(rollouts=1, data={"task": task})
+            run.trainer.validate(run.module, datamodule=run.data, verbose=False)
         benchmarks = {"digits": Benchmark(task=sort_digits(), num_samples=2)}
         run = build(data={"task": task, "benchmarks": benchmarks}, trainer={"limit_val_batches": 1.0})
         (metrics,) = run.trainer.validate(run.module, datamodule=run.data, verbose=False)

@@ -471,3 +471,42 @@ class TestAgainstPaddedRows:
         kept, logprobs = kept_bytes(compiled, batch)
         assert kept < 0.5 * kept_bytes(self.both(compile=True, activation_memory=0.3)[1], batch)[0]
         assert relative_difference(gradients_of(compiled, batch, logprobs), expected) < 1e-5
+
+
+class TestModelsThatCannotBeRead:
+    def test_folders(self, tmp_path):
+        with pytest.raises(
+            FileNotFoundError, match=rf"policy\.name is {tmp_path}, a folder without config\.json: name"
+        ):
+            CausalPolicy(str(tmp_path))
+        with pytest.raises(FileNotFoundError, match=r"policy\.name is \./nowhere: there is no such folder"):
+            CausalPolicy("./nowhere")
+
+    def test_a_folder_without_a_tokenizer(self, tmp_path):
+        """transformers would return a tokenizer without tokens."""
+        (tmp_path / "config.json").write_text(json.dumps(MODEL))
+        with pytest.raises(FileNotFoundError, match=r"has no tokenizer .*: set policy\.tokenizer"):
+            _ = CausalPolicy(str(tmp_path)).tokenizer
+
+    @pytest.mark.parametrize("attribute", ["tokenizer", "config"])
+    def test_a_hub_name_without_a_network(self, attribute, monkeypatch):
+        """The hub is asked once, and the answer names the model and what to do."""
+        asked = []
+
+        def unreachable(url):
+            asked.append(url)
+            raise OSError("Name or service not known")
+
+        monkeypatch.setattr("lgrpo.policy.loading.get_hf_file_metadata", unreachable)
+        policy = CausalPolicy("nobody/no-model")
+        with pytest.raises(
+            ConnectionError, match=r"policy\.name is nobody/no-model.*service not known\)\. Download"
+        ) as e:
+            getattr(policy, attribute)
+        assert "hf download nobody/no-model" in str(e.value)
+        assert "HF_HUB_OFFLINE=1" in str(e.value)
+        assert len(asked) == 1
+
+    def test_an_invalid_hub_name(self):
+        with pytest.raises(FileNotFoundError, match=r"policy\.name is bad name: there is neither such a folder nor"):
+            _ = CausalPolicy("bad name").tokenizer

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.engines.base import RolloutEngine, Timeouts
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.manifest import WeightManifest, sync_errors
@@ -61,7 +61,7 @@ class EnginePool(RolloutEngine):
                 f"a {type(self.engine).__name__} in an EnginePool: only an engine that samples in its own process can "
                 "be in several, such as VLLMEngine"
             )
-        check_range("num_processes", num_processes, at_least=1)
+        check_count("num_processes", num_processes, at_least=1)
         self.num_processes = num_processes
         self.dtype = self.engine.dtype
         self.timeouts = timeouts
@@ -75,6 +75,9 @@ class EnginePool(RolloutEngine):
     @property
     def faults(self) -> Faults:
         return self.budget.faults
+
+    def check_installed(self) -> None:
+        self.engine.check_installed()
 
     def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
         self.budget.reset()

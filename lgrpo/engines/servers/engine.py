@@ -21,7 +21,7 @@ from lgrpo.engines.servers.launch import ServerLauncher
 from lgrpo.engines.servers.rank_zero import Weights
 from lgrpo.engines.servers.shared import SharedServers
 from lgrpo.engines.servers.transfer.settings import TransferSettings
-from lgrpo.engines.vllm.runtime import check_context_length, request_fields
+from lgrpo.engines.vllm.runtime import check_context_length, check_vllm_installed, request_fields
 from lgrpo.functional import stream_seed
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
@@ -140,6 +140,10 @@ class VLLMServerEngine(RolloutEngine):
     @property
     def faults(self) -> Faults:
         return self.group.budget.faults
+
+    def check_installed(self) -> None:
+        if not self.group.launcher.urls:
+            check_vllm_installed()
 
     def prepare(
         self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count
 from lgrpo.engines.base import Timeouts
 from lgrpo.engines.processes import visible_devices
 from lgrpo.engines.recovery import EngineError
@@ -44,7 +44,7 @@ class ServerLauncher:
     """Tokenizer of the policy, once it is known."""
 
     def __post_init__(self) -> None:
-        check_range("num_servers", self.num_servers, at_least=1)
+        check_count("num_servers", self.num_servers, at_least=1)
         if self.urls is not None and not self.urls:
             raise ValueError("urls is an empty list: leave it out to start servers")
         if self.devices is not None:

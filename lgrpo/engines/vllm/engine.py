@@ -24,6 +24,7 @@ from lgrpo.engines.vllm.runtime import (
     WHOLE_PROMPTS,
     answer_all,
     check_context_length,
+    check_vllm_installed,
     first_line,
     import_vllm,
     isolated,
@@ -113,6 +114,9 @@ class VLLMEngine(RolloutEngine):
     @property
     def faults(self) -> Faults:
         return self.budget.faults
+
+    def check_installed(self) -> None:
+        check_vllm_installed()
 
     def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
         if self._loader is None:

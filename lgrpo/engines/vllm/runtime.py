@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import random
 import sys
@@ -22,8 +23,18 @@ WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
 """Arguments for seeded requests on a CPU, whose generators cannot be rewound as chunked prefill requires."""
 
 
+def check_vllm_installed() -> None:
+    """Raise an ``EngineError`` that says how to install vLLM if it is missing. Does not import it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(
+            "this engine needs vLLM, which is not installed: pip install 'lgrpo[vllm]', or use "
+            "lgrpo.engines.TransformersEngine"
+        )
+
+
 def import_vllm() -> Any:
-    """Return the vllm package, or raise an ``EngineError`` that says how to install it."""
+    """Return the vllm package, or raise an ``EngineError`` that says why it cannot be imported."""
+    check_vllm_installed()
     try:
         import vllm
         import vllm.platforms

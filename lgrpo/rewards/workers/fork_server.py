@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import dill
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_count, check_range
 from lgrpo.rewards.base import BatchReward
 
 _START_TIMEOUT = 120.0  # seconds in which the process imports lgrpo and loads the reward
@@ -41,7 +41,7 @@ class Scoring:
     """Take completions whose scoring failed out of the loss. They still count among their siblings."""
 
     def __post_init__(self) -> None:
-        check_range("scoring.num_workers", self.num_workers, at_least=1)
+        check_count("scoring.num_workers", self.num_workers, at_least=1)
         check_range("scoring.timeout", self.timeout, above=0)
         check_range("scoring.memory_gib", self.memory_gib, above=0)
         check_range("scoring.output_mib", self.output_mib, above=0)
