@@ -60,6 +60,24 @@ def check_count(name: str, value: int | None, **bounds: Any) -> None:
     check_range(name, value, **bounds)
 
 
+def check_instance(name: str, value: object, kind: type, example: str) -> None:
+    """Raise a ``ValueError`` if an argument is not an instance of a class.
+
+    >>> check_instance("policy", "Qwen/Qwen3-0.6B", dict, "a dict")
+    Traceback (most recent call last):
+    ValueError: policy is 'Qwen/Qwen3-0.6B'; it must be a dict
+    """
+    if not isinstance(value, kind):
+        shown = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:200]
+        raise ValueError(f"{name} is {shown}; it must be {example}")
+
+
+def check_function(name: str, value: object, example: str) -> None:
+    """Raise a ``ValueError`` if an argument that makes an object is not a function; None, not set, passes."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name} is an instance of {type(value).__name__}; it must be a function: {example}")
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ": did you mean …?" with the most similar name, or an empty string.
 

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lgrpo.checks import check_function, check_instance
 from lgrpo.hooks import rollout_callbacks, rollout_owner
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
@@ -48,6 +49,10 @@ class GRPOModule(L.LightningModule):
             scheduler: Learning-rate scheduler, stepped after every optimizer step. By default none.
         """
         super().__init__()
+        check_instance("policy", policy, CausalPolicy, "a CausalPolicy, such as CausalPolicy('Qwen/Qwen3-0.6B')")
+        check_instance("loss", loss, PolicyLoss, "a PolicyLoss, such as ClippedLoss()")
+        check_function("optimizer", optimizer, "lambda parameters: torch.optim.AdamW(parameters, lr=1e-6)")
+        check_function("scheduler", scheduler, "lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer)")
         self.policy = policy
         self.reference: Reference | None = None
         self.loss = copy.deepcopy(loss)  # the default is one object that all modules share

@@ -372,6 +372,15 @@ def test_classes_of_the_user(tmp_path):
     assert "word: ahoy" in shown
 
 
+def test_a_function_as_reward(tmp_path):
+    (tmp_path / "mine.py").write_text("def long(text, row):\n    return 100 * len(text)\n")
+    given = ["--data.task.init_args.reward", "mine.py:long"]
+    done = lgrpo("fit", *with_base("tiny.yaml"), *QUICK, "--run=there", *given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "there" / "completions.jsonl").read_text().splitlines()]
+    assert max(row["reward"] for row in rows) >= 100
+
+
 def test_an_overlay_keeps_other_settings_of_the_base():
     files = [f"--config={CONFIGS / name}" for name in ("papers/a_gsm8k.yaml", "fast.yaml")]
     optimizer = parse_settings(files).model.optimizer.init_args

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lgrpo import (
     ClippedLoss,
     Evaluation,
+    GRPOModule,
     ReferenceRefresh,
     RolloutCallback,
     RolloutDataModule,
@@ -183,6 +184,32 @@ def test_prompts_not_divisible_by_the_number_of_ranks(tmp_path):
 def test_parts(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+PARAMETERS = [torch.nn.Parameter(torch.zeros(1))]
+SGD = torch.optim.SGD(PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"policy": "Qwen/Qwen3-0.6B"},
+            "policy is 'Qwen/Qwen3-0.6B'; it must be a CausalPolicy, such as Causal",
+        ),
+        ({"loss": ClippedLoss}, r"loss is the class ClippedLoss; it must be a PolicyLoss, such as ClippedLoss\(\)"),
+        ({"optimizer": SGD}, "optimizer is an instance of SGD; it must be a function: lambda parameters: "),
+        (
+            {"scheduler": torch.optim.lr_scheduler.LinearLR(SGD)},
+            "scheduler is an instance of LinearLR; it must be a function: lambda optimizer: ",
+        ),
+    ],
+)
+def test_arguments_of_the_module(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOModule(**{"policy": tiny_policy()} | arguments)
+    with pytest.raises(ValueError, match=r"task is 'gsm8k'; it must be a Task, such as lgrpo\.tasks\.GSM8K\(\)"):
+        RolloutDataModule("gsm8k")
 
 
 def test_an_epoch_with_an_incomplete_step():

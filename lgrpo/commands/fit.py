@@ -38,6 +38,7 @@ from lgrpo.commands.class_change import reset_replaced_tasks
 from lgrpo.commands.evaluate import add_config_of_run, evaluate_checkpoints, logged_metrics, print_metrics
 from lgrpo.commands.parser_errors import report_errors
 from lgrpo.commands.raw_strings import restore_raw_strings
+from lgrpo.commands.reward_functions import with_reward_functions
 from lgrpo.commands.run_folder import claim_training_folder, evaluation_folder
 from lgrpo.data import RolloutDataModule
 from lgrpo.module import GRPOModule
@@ -139,6 +140,8 @@ class LGRPOCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        if isinstance(args, list):
+            args = with_reward_functions(args)
         super().parse_arguments(parser, args)
         if isinstance(args, list):
             command = self.config.get("subcommand")

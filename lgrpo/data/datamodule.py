@@ -13,7 +13,7 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lgrpo.advantages import Advantage, GroupWhitened
-from lgrpo.checks import check_count
+from lgrpo.checks import check_count, check_instance
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.difficulty import DifficultySampling
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, skip_validation
@@ -94,6 +94,7 @@ class RolloutDataModule(L.LightningDataModule):
             seed: Seed of prompts and completions; by default that of ``seed_everything``, or 0.
         """
         super().__init__()
+        check_instance("task", task, Task, "a Task, such as lgrpo.tasks.GSM8K()")
         counts = {"num_prompts": num_prompts, "reuse": reuse, "num_rollouts": num_rollouts}
         counts |= {"micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": max_prompt_tokens}
         for name, value in counts.items():

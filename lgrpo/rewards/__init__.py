@@ -13,8 +13,9 @@ from lgrpo.rewards.base import (
     checked_rewards,
 )
 from lgrpo.rewards.code import CodeExecution
-from lgrpo.rewards.combined import FunctionReward, WeightedSum
+from lgrpo.rewards.combined import WeightedSum
 from lgrpo.rewards.countdown import CountdownEquation
+from lgrpo.rewards.function import FunctionReward, as_reward
 from lgrpo.rewards.length import CompletionLength, OverlongPenalty, Shortest
 from lgrpo.rewards.match import ExactMatch, NumericMatch
 from lgrpo.rewards.math import MathVerify
@@ -47,5 +48,6 @@ __all__ = [
     "TagFormat",
     "WeightedSum",
     "WrappedReward",
+    "as_reward",
     "checked_rewards",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -76,6 +77,11 @@ class BatchReward(ABC):
 class Reward(BatchReward):
     """Scores one completion at a time."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if inspect.iscoroutinefunction(cls.score):
+            raise TypeError(f"{cls.__name__}.score is async, but {cls.__name__} is a Reward: subclass AsyncReward")
+
     @abstractmethod
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         """Return a finite number or ``NOT_YET``; for pass@k, a completion is right at 1 or above."""
@@ -88,7 +94,12 @@ class AsyncReward(BatchReward):
     """Scores completions one by one, many concurrently: for scores that wait, for example for a server."""
 
     concurrency: int = 64
-    """Number of concurrent completions in each worker."""
+    """Number of concurrent completions in each worker; a class attribute or an attribute of the instance."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if inspect.isfunction(cls.score) and not inspect.iscoroutinefunction(inspect.unwrap(cls.score)):
+            raise TypeError(f"{cls.__name__}.score is not async, but {cls.__name__} is an AsyncReward: write async def")
 
     @abstractmethod
     async def score(self, prompt: Prompt, completion: Completion) -> Score:

@@ -1,14 +1,14 @@
-"""Rewards made of other rewards, and of a function."""
+"""Rewards made of other rewards."""
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final, get_args
 
-from lgrpo.rewards.base import BatchReward, Failure, NotYet, Reward, Score, checked_rewards, combined
+from lgrpo.rewards.base import BatchReward, Failure, NotYet, Score, checked_rewards, combined
+from lgrpo.rewards.function import as_reward
 from lgrpo.types import Completion, Prompt
 
 
@@ -28,7 +28,7 @@ class WeightedSum(BatchReward):
             raise ValueError(f"a reward may not be called {taken}: reward/{taken[0]} counts failures")
         if unknown := sorted(set(weights or {}) - set(rewards)):
             raise ValueError(f"there are weights for {unknown}, but the rewards are {sorted(rewards)}")
-        self.rewards = rewards
+        self.rewards = {name: as_reward(reward) for name, reward in rewards.items()}
         self.weights = {name: (weights or {}).get(name, 1.0) for name in rewards}
         self._statistics: dict[str, ScoreStatistics] = {name: ScoreStatistics() for name in rewards}
 
@@ -90,35 +90,3 @@ class ScoreStatistics:
     def __reduce__(self) -> tuple[type[ScoreStatistics], tuple[()]]:
         """Pickle without the scores, which belong to this process."""
         return ScoreStatistics, ()
-
-
-@final
-class FunctionReward(Reward):
-    """Python function of (text of the completion, row of the data), by its import path."""
-
-    def __init__(self, path: str) -> None:
-        """
-        Args:
-            path: Import path, ``package.module.function``.
-        """
-        self.path = path
-        self._function = import_function(path)
-
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
-        return self._function(completion.text, prompt.row)
-
-
-def import_function(path: str) -> Callable[..., Score]:
-    """Return the function at an import path.
-
-    >>> import_function("math.hypot")(3, 4)
-    5.0
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"there is no function {path}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"{path} is not a function")
-    return function

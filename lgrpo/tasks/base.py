@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
-from lgrpo.rewards import BatchReward
+from lgrpo.rewards import BatchReward, as_reward
 from lgrpo.tasks.rows import Row, RowStream
 from lgrpo.tasks.template import Template
 
@@ -18,7 +18,7 @@ class Task(ABC):
 
     def __init__(self, template: Template, reward: BatchReward) -> None:
         self._template = template
-        self.reward = reward
+        self.reward = as_reward(reward)
 
     @property
     def template(self) -> Template:

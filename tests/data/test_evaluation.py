@@ -326,7 +326,7 @@ data:
       reward:
         class_path: lgrpo.rewards.FunctionReward
         init_args:
-          path: graders.wait
+          function: graders.wait
 """)
     options = [command, *TINY, f"--config={overlay}", "--trainer.num_sanity_val_steps=0"]
     process = subprocess.Popen(

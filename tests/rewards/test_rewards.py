@@ -11,6 +11,7 @@ import pytest
 from lgrpo import Completion, Prompt
 from lgrpo.commands.fit import LGRPOCLI
 from lgrpo.rewards import (
+    AsyncReward,
     CountdownEquation,
     ExactMatch,
     FunctionReward,
@@ -22,6 +23,7 @@ from lgrpo.rewards import (
     Scoring,
     TagFormat,
     WeightedSum,
+    as_reward,
 )
 from lgrpo.rewards.base import checked_rewards
 from lgrpo.tasks import SortDigits
@@ -187,6 +189,69 @@ def test_function_is_found_by_its_import_path(tmp_path, monkeypatch):
     for path, message in (("graders.none", "no function graders.none"), ("nowhere.f", "nowhere"), ("f", "no function")):
         with pytest.raises(ValueError, match=message):
             FunctionReward(path)
+
+
+def of_a_file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text("from math import sqrt\n\ndef root(text, row):\n    return sqrt(len(text)) * row['weight']\n")
+    return f"{path}:root"
+
+
+def test_functions_as_rewards(tmp_path):
+    """They may be given as they are, and run in workers, which import or unpickle them."""
+    scale = 3.0
+    rewards = [as_reward(lambda text, row: scale * len(text)), FunctionReward(of_a_file(tmp_path))]
+    rewards.append(WeightedSum({"long": lambda text, row: len(text) / 2}))
+    assert [score(reward, "abcd", weight=3) for reward in rewards] == [12, 6, 2]
+    for reward in rewards[:2]:
+        isolated = Isolated(reward)
+        assert score(isolated, "abcd", weight=3) == score(reward, "abcd", weight=3)
+        isolated.close()
+    task = SortDigits(num_digits=2, num_held_out=20, reward=lambda text, row: text.count("1"))
+    assert isinstance(task.reward, FunctionReward)
+
+
+def by_trl(completions, **kwargs): ...
+
+
+def also_by_trl(prompts, completions): ...
+
+
+async def asynchronous(text, row): ...
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (by_trl, r"the reward by_trl\(completions, \*\*kwargs\) is called with two .* def by_trl\(text, row\)"),
+        (also_by_trl, "the reward also_by_trl.* is called with two arguments, the text of one completion and the row"),
+        (asynchronous, "the reward asynchronous is an async function: write a subclass of lgrpo.rewards.AsyncReward"),
+        (ExactMatch, r"the reward is the class ExactMatch: give an instance of it, ExactMatch\(…\)"),
+        ("exact", "the reward is 'exact': give a reward, such as .* or a function of the text"),
+    ],
+)
+def test_what_is_no_reward(reward, message):
+    with pytest.raises(ValueError, match=message):
+        SortDigits(num_digits=2, num_held_out=20, reward=reward)
+
+
+def test_files_without_the_function(tmp_path):
+    path = of_a_file(tmp_path)
+    for wrong, message in ((f"{path}s", "has no attribute 'roots'"), ("nowhere.py:f", "there is no file nowhere.py")):
+        with pytest.raises(ValueError, match=message):
+            FunctionReward(wrong)
+
+
+def test_async_scores_belong_to_async_rewards():
+    with pytest.raises(TypeError, match=r"Waits\.score is async, but Waits is a Reward: subclass AsyncReward"):
+
+        class Waits(Reward):
+            async def score(self, prompt, completion): ...
+
+    with pytest.raises(TypeError, match=r"Works\.score is not async, but Works is an AsyncReward: write async def"):
+
+        class Works(AsyncReward):
+            def score(self, prompt, completion): ...
 
 
 def test_weighted_sum_logs_each_reward_by_its_name():
