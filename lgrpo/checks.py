@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from numbers import Integral
 from typing import Any
@@ -76,6 +76,40 @@ def check_function(name: str, value: object, example: str) -> None:
     """Raise a ``ValueError`` if an argument that makes an object is not a function; None, not set, passes."""
     if value is not None and not callable(value):
         raise ValueError(f"{name} is an instance of {type(value).__name__}; it must be a function: {example}")
+
+
+def check_schedule(name: str, value: Any, check: Callable[[str, Any], None]) -> None:
+    """Check a setting that is one value, or several by the first rollout for which each holds.
+
+    >>> from functools import partial
+    >>> check_schedule("clip_high", {0: 0.2, 50: -1}, partial(check_range, at_least=0))
+    Traceback (most recent call last):
+    ValueError: clip_high from rollout 50 is -1; it must be at least 0
+
+    Args:
+        name: Setting as the user writes it.
+        value: Value, or values.
+        check: Function that raises an error if the value of a name is wrong.
+    """
+    if not isinstance(value, dict):
+        check(name, value)
+        return
+    if 0 not in value or any(type(first) is not int or first < 0 for first in value):
+        raise ValueError(
+            f"{name} is {value}; the keys of a schedule are the first rollouts for which its values hold, and one of "
+            f"them is 0: {{0: 1, 20: 5}}"
+        )
+    for first, own in value.items():
+        check(f"{name} from rollout {first}", own)
+
+
+def value_at(setting: Any, rollout: int) -> Any:
+    """Return the value of a setting for rollout k.
+
+    >>> value_at(0.2, 7), value_at({0: 0.2, 50: 0.4}, 49), value_at({0: 0.2, 50: 0.4}, 50)
+    (0.2, 0.2, 0.4)
+    """
+    return setting[max(first for first in setting if first <= rollout)] if isinstance(setting, dict) else setting
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

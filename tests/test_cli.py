@@ -398,7 +398,7 @@ def test_an_overlay_keeps_other_settings_of_the_base():
             "weight_sync (lgrpo.WeightSync) has no setting perod: did you mean period?",
         ),
         ("--data.group_size=four", "data.group_size is 'four'; it must be an int"),
-        ("--weight_sync.period=2.5", "weight_sync.period is '2.5'; it must be an int or null"),
+        ("--weight_sync.period=2.5", "weight_sync.period is '2.5'; it must be an int or a dict or null"),
         (
             "--model.loss.centre=two",
             "model.loss.centre is 'two'; it must be one of 'one', 'proximal', 'proximal_multiplicative'",

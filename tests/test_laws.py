@@ -70,6 +70,18 @@ class TestLag:
         run = fit(v=4, i=1, rollouts=3, epochs=3)
         assert run.recorder.lags == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
+    @pytest.mark.parametrize("data", [{}, {"generate_ahead": True}, {"lead": 2}, {"lead": 1, "generate_ahead": True}])
+    def test_a_schedule_of_v_counts_from_its_own_rollouts(self, data):
+        """A change of v syncs; with a lead, rollouts that were sampled before it are trained on after it."""
+        run = fit(v={0: 1, 3: 4, 8: None}, rollouts=12, data=data)
+        lead = data.get("lead", 0)
+        trained = [0, 1, 2, 3, 7, 8]  # number of rollouts trained on at each sync
+        synced = [*([0] * (lead > 0)), *(k + lead for k in trained if k + lead < 12)]  # before these rollouts
+        steps = [max(0, k - lead) for k in synced]
+        assert [record.step for record in run.data.engine.state.ledger] == steps
+        held = [max(step for first, step in zip(synced, steps, strict=True) if first <= k) for k in range(12)]
+        assert run.recorder.lags == [k - step for k, step in enumerate(held)]
+
     def test_offline_never_syncs_again(self):
         assert fit(v=None, rollouts=5).recorder.lags == [0, 1, 2, 3, 4]
 

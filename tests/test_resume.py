@@ -104,6 +104,21 @@ def test_from_every_step(tmp_path, centre):
         assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(sampled, expected, strict=True))
 
 
+def test_across_changes_of_v_and_of_the_clip(tmp_path):
+    own = {"v": {0: 1, 2: 3}, "data": {"generate_ahead": True}}
+
+    def loss():
+        return ClippedLoss(0.05, {0: 0.01, 3: 0.5}, kl_coef=0.1)
+
+    straight = fit(**settings(tmp_path, loss(), save=True) | own)
+    constant = fit(**settings(tmp_path, ClippedLoss(0.05, 0.01, kl_coef=0.1)) | own)
+    assert largest_difference(straight.weights, constant.weights) > 0, "the clip has an effect"
+    for step in range(1, STEPS):
+        run = fit(**settings(tmp_path, loss()) | own, ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+        assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
+        assert run.recorder.lags == straight.recorder.lags[step:], f"from step {step}"
+
+
 @pytest.mark.parametrize("advantage", [DropNegatives(), ExponentiallyWeighted(temperature="adaptive")])
 def test_with_sampled_rollouts_that_have_no_advantages_yet(tmp_path, advantage):
     """Rollouts sampled ahead are stored without advantages, which are computed when they are trained on."""

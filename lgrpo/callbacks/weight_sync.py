@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, final
 
 import lightning as L
 
 from lgrpo.callbacks.jsonl import append_lines
-from lgrpo.checks import check_count
-from lgrpo.functional.sync_cycle import is_sync_due, num_rollouts_in_cycle
+from lgrpo.checks import check_count, check_schedule
+from lgrpo.functional.sync_cycle import Period, is_sync_due, num_rollouts_in_cycle
 from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
-from lgrpo.run.resume import ResumeSettings
+from lgrpo.run.resume import ResumeSettings, describe
 
 
 class EngineSync(RolloutCallback, ABC):
@@ -69,24 +70,26 @@ class WeightSync(EngineSync):
     rollouts have been trained on. It has no state: the rollout's index decides.
     """
 
-    def __init__(self, period: int | None = 1) -> None:
+    def __init__(self, period: Period = 1) -> None:
         """
         Args:
-            period: v, in rollouts. 1 is on-policy; null never syncs after the first time (offline).
+            period: v, in rollouts. 1 is on-policy; null never syncs after the first time (offline). ``{0: 1, 20: 5}``
+                changes it during the run: from rollout 20 on it syncs before rollouts 20, 25, 30, …
         """
-        check_count("weight_sync.period", period, at_least=1, reason="it is a number of rollouts")
+        reason = "it is a number of rollouts"
+        check_schedule("weight_sync.period", period, partial(check_count, at_least=1, reason=reason))
         self._period = period
 
     @property
-    def period(self) -> int | None:
+    def period(self) -> Period:
         """v. It is fixed, because the engine is told at each sync how long its weights are needed."""
         return self._period
 
     @period.setter
-    def period(self, value: int | None) -> None:
+    def period(self, value: Period) -> None:
         raise AttributeError(
-            f"WeightSync.period is {self._period} and cannot be changed to {value} in a run: for a v that varies use "
-            "AdaptiveWeightSync, or subclass lgrpo.callbacks.EngineSync and decide in is_due"
+            f"WeightSync.period is {self._period} and cannot be changed to {value} in a run: give a schedule, "
+            "WeightSync({0: 1, 20: 5}), use AdaptiveWeightSync, or subclass lgrpo.callbacks.EngineSync"
         )
 
     def __str__(self) -> str:
@@ -98,15 +101,13 @@ class WeightSync(EngineSync):
         if stage != "fit" or data.behaviour_logprobs == "engine":
             return
         reason = "data.behaviour_logprobs is 'policy', which computes log π_α while the policy still equals π_α"
-        if self.period is None or (self.period > 1 and not data.generate_ahead):
+        periods = list(self.period.values()) if isinstance(self.period, dict) else [self.period]
+        is_offline = None in periods
+        if is_offline or (periods != [1] * len(periods) and not data.generate_ahead):
             raise ValueError(
                 f"{reason}, but with weight_sync.period {'null' if self.period is None else self.period} most rollouts "
                 "are sampled after the policy has changed. Use 'engine'"
-                + (
-                    ""
-                    if self.period is None
-                    else ", or set data.generate_ahead to sample a cycle before its first step"
-                )
+                + ("" if is_offline else ", or set data.generate_ahead to sample a cycle before its first step")
             )
         if data.lead and data.engine.can_overlap:
             raise ValueError(
@@ -121,4 +122,4 @@ class WeightSync(EngineSync):
         return num_rollouts_in_cycle(rollout, self.period, rollout_owner(trainer).lead)
 
     def resume_settings(self) -> ResumeSettings:
-        return {"weight_sync": {"class": type(self).__name__, "period": self.period}}
+        return {"weight_sync": {"class": type(self).__name__, "period": describe(self.period)}}

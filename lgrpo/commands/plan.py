@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from jsonargparse import Namespace
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_range, check_schedule
 from lgrpo.commands import command_parser
+
+if TYPE_CHECKING:
+    from lgrpo.functional.sync_cycle import Period
 
 
 def main(args: list[str]) -> None:
@@ -38,7 +44,7 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
     period = sync.get("period")
     prompts, group, reuse = data.num_prompts, data.group_size, data.reuse
     for name, value in {"weight_sync.period": period, "data.reuse": reuse, "data.num_prompts": prompts}.items():
-        check_range(name, value, at_least=1)
+        check_schedule(name, value, partial(check_range, at_least=1))
     completions = prompts * group
     longest = data.sampling.max_tokens
     devices = str(trainer.devices)
@@ -80,6 +86,8 @@ def _in_one_call(sync: Namespace) -> str:
     period = sync.get("period")
     from lgrpo.functional.sync_cycle import MAX_AHEAD
 
+    if isinstance(period, dict):
+        return "; those of a cycle in one call (data.generate_ahead)"
     together = f"up to {MAX_AHEAD} of an epoch" if period is None else f"those of a cycle ({period})"
     return f"; {together} in one call (data.generate_ahead)"
 
@@ -94,6 +102,8 @@ def _schedule(sync: Namespace, reuse: int) -> str:
     if "budget" in sync:
         return f"v by measurement, {sync.minimum} to {sync.maximum}, i = {reuse}: off-policy as far as a budget allows"
     period = sync.get("period")
+    if isinstance(period, dict):
+        return f"v = {_over_rollouts(period)}; i = {reuse}"
     v = "∞" if period is None else str(period)
     kind = {
         (True, True): "on-policy GRPO",
@@ -110,12 +120,28 @@ def _sync(sync: Namespace, reuse: int) -> str:
         return f"when {sync.criterion} reaches {budget}, after {sync.minimum} to {sync.maximum} rollouts"
     if (period := sync.get("period")) is None:
         return "before the first rollout only"
+    if isinstance(period, dict):
+        changes = sorted(first for first in period if first)
+        return f"after each v rollouts, and before rollout {', '.join(map(str, changes))}, where v changes"
     return f"every {period} rollouts, {period * reuse} steps"
 
 
-def _lags(period: int | None, data: Namespace, at_most: bool = False) -> str:
+def _over_rollouts(period: dict[int, int | None]) -> str:
+    """Return the values of a schedule.
+
+    >>> _over_rollouts({0: 1, 20: 5})
+    '1, from rollout 20 on 5'
+    """
+    values = [(first, "∞" if v is None else str(v)) for first, v in sorted(period.items())]
+    return ", ".join(v if first == 0 else f"from rollout {first} on {v}" for first, v in values)
+
+
+def _lags(period: Period, data: Namespace, at_most: bool = False) -> str:
     """Return every lag, in optimizer steps, that a completion can have in an optimizer step on it."""
     first = data.lead * data.reuse
+    if isinstance(period, dict):
+        period = None if None in period.values() else max(v for v in period.values() if v is not None)
+        at_most = True
     if period is None:
         last, text = None, "0, 1, 2, … to the end of the run (never synced again)"
     else:
@@ -131,20 +157,19 @@ def _lags(period: int | None, data: Namespace, at_most: bool = False) -> str:
     return text
 
 
-def _num_syncs(rollouts: int, period: int | None, lead: int) -> int:
-    """Return the number of rollouts that a sync precedes (``functional.sync_cycle.is_sync_due``).
+def _num_syncs(rollouts: int, period: Period, lead: int) -> int:
+    """Return the number of rollouts that a sync precedes.
 
     >>> [_num_syncs(10, period=3, lead=lead) for lead in (0, 2)]
     [4, 4]
     """
-    if period is None or rollouts == 0:
-        return min(rollouts, 1)
-    later = -(-max(0, rollouts - lead) // period)  # before rollouts lead, lead + period, …
-    return later if lead == 0 else 1 + later
+    from lgrpo.functional.sync_cycle import is_sync_due
+
+    return sum(is_sync_due(rollout, period, lead) for rollout in range(rollouts))
 
 
 def _whole_run(
-    config: Namespace, micro_batches: int, period: int | None, min_period: int | None = None
+    config: Namespace, micro_batches: int, period: Period, min_period: int | None = None
 ) -> list[tuple[str, str]]:
     data, trainer = config.data, config.trainer
     if data.num_rollouts is None:

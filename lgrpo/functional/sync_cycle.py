@@ -7,6 +7,10 @@ A cycle is the rollouts sampled from one set of weights; ``cycle_end`` is the fi
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+Period: TypeAlias = int | dict[int, int | None] | None
+"""v; or, by the first rollout for which each holds, several of them. They are counted from that rollout."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 ENDLESS = 2**62
 """Number of rollouts that no run reaches."""
@@ -14,25 +18,44 @@ MAX_AHEAD = 16
 """Most rollouts of an endless cycle that are sampled in one call."""
 
 
-def is_sync_due(rollout: int, period: int | None, lead: int = 0) -> bool:
-    """Return whether the engine is synced before rollout k is sampled; a period of None syncs before rollout 0 only.
+def is_sync_due(rollout: int, period: Period, lead: int = 0) -> bool:
+    """Return whether the engine is synced before rollout k is sampled; a period of None syncs at its beginning only.
 
     >>> [k for k in range(10) if is_sync_due(k, period=3, lead=2)]
     [0, 2, 5, 8]
+    >>> [k for k in range(10) if is_sync_due(k, period={0: 1, 3: 4})]
+    [0, 1, 2, 3, 7]
     """
     num_trained = rollout - lead
-    return rollout == 0 or (period is not None and num_trained >= 0 and num_trained % period == 0)
+    if rollout == 0 or num_trained < 0:
+        return rollout == 0
+    start, v, _ = _segment(num_trained, period)
+    return num_trained == start > 0 if v is None else (num_trained - start) % v == 0
 
 
-def num_rollouts_in_cycle(rollout: int, period: int | None, lead: int = 0) -> int:
-    """Return how many rollouts are sampled from weights synced before rollout k; ``ENDLESS`` if the period is None.
+def num_rollouts_in_cycle(rollout: int, period: Period, lead: int = 0) -> int:
+    """Return how many rollouts are sampled from weights synced before rollout k; ``ENDLESS`` if none follows.
 
     >>> [num_rollouts_in_cycle(k, period=3, lead=2) for k in (0, 2, 5, 6)]
     [2, 3, 3, 2]
+    >>> [num_rollouts_in_cycle(k, period={0: 2, 3: 4}) for k in (0, 2, 3)]
+    [2, 1, 4]
     """
-    if period is None:
-        return ENDLESS
-    return lead if rollout < lead else period - (rollout - lead) % period
+    num_trained = max(rollout - lead, 0)
+    start, v, end = _segment(num_trained, period)
+    if v is None:
+        return ENDLESS if end is None else end + lead - rollout
+    if rollout < lead:
+        return lead
+    return min(v - (num_trained - start) % v, ENDLESS if end is None else end - num_trained)
+
+
+def _segment(num_trained: int, period: Period) -> tuple[int, int | None, int | None]:
+    """Return the first rollout of the period that holds now, the period, and the first rollout of the next one."""
+    if not isinstance(period, dict):
+        return 0, period, None
+    start = max(first for first in period if first <= num_trained)
+    return start, period[start], min((first for first in period if first > num_trained), default=None)
 
 
 def rollouts_to_sample(

@@ -7,7 +7,7 @@ from typing import final
 from lgrpo.checks import check_range
 from lgrpo.functional import ClipCentre, KLEstimator, RatioDenominator
 from lgrpo.losses.aggregation import Aggregation, TokenMean
-from lgrpo.losses.clips import MinClip
+from lgrpo.losses.clips import MinClip, Schedule
 from lgrpo.losses.composed import ComposedLoss
 from lgrpo.losses.ratios import TokenRatio
 from lgrpo.losses.regularisers import ReferenceKL
@@ -19,8 +19,8 @@ class ClippedLoss(ComposedLoss):
 
     def __init__(
         self,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
+        clip_low: Schedule = 0.2,
+        clip_high: Schedule = 0.2,
         centre: ClipCentre = "one",
         ratio: RatioDenominator = "behaviour",
         kl_coef: float = 0.0,
@@ -29,8 +29,9 @@ class ClippedLoss(ComposedLoss):
     ) -> None:
         """
         Args:
-            clip_low: Distance below the centre at which a token with negative advantage stops training.
-            clip_high: Distance above the centre at which a token with positive advantage stops training.
+            clip_low: Distance below the centre at which a token with negative advantage stops training; or several, by
+                the first rollout for which each holds: ``{0: 0.2, 50: 0.6}``.
+            clip_high: Distance above the centre at which a token with positive advantage stops training; likewise.
             centre: Centre of the band: ``one``; ``proximal``, π_k/α with an additive band (Mroueh et al., equation 6);
                 ``proximal_multiplicative``, the same with a proportional band (decoupled PPO).
             ratio: Denominator of the ratio: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (π_θ, always 1).

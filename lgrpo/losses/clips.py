@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_range, check_schedule, value_at
 from lgrpo.functional import (
     ClipCentre,
     clip_band,
@@ -17,8 +17,11 @@ from lgrpo.functional import (
     sequence_log_ratio,
     two_side,
 )
-from lgrpo.losses.gates import Gate, Gated, check_band
+from lgrpo.losses.gates import Gate, Gated, check_band, check_high, check_low
 from lgrpo.losses.terms import Terms, check_choice
+
+Schedule: TypeAlias = float | dict[int, float]
+"""A value, or several by the first rollout for which each holds."""
 
 
 class MinClip(Gate):
@@ -26,15 +29,17 @@ class MinClip(Gate):
 
     multiplies_by_ratio = True
 
-    def __init__(self, low: float = 0.2, high: float = 0.2, centre: ClipCentre = "one") -> None:
+    def __init__(self, low: Schedule = 0.2, high: Schedule = 0.2, centre: ClipCentre = "one") -> None:
         """
         Args:
-            low: Distance below the centre at which a token with negative advantage stops training.
-            high: Distance above the centre at which a token with positive advantage stops training.
+            low: Distance below the centre at which a token with negative advantage stops training; or several, by the
+                first rollout for which each holds: ``{0: 0.2, 50: 0.6}``.
+            high: Distance above the centre at which a token with positive advantage stops training; likewise.
             centre: Centre of the band: ``one``; ``proximal``, π_k/α with an additive band (Mroueh et al., equation 6);
                 ``proximal_multiplicative``, the same with a proportional band (decoupled PPO).
         """
-        check_band(low, high)
+        check_schedule("low", low, check_low)
+        check_schedule("high", high, check_high)
         check_choice("centre", centre, ("one", "proximal", "proximal_multiplicative"))
         self.low, self.high = low, high
         self.centre: ClipCentre = centre
@@ -42,7 +47,8 @@ class MinClip(Gate):
 
     def _band(self, terms: Terms) -> tuple[Tensor, Tensor]:
         centre = clip_centre(terms.log_ratio, terms.batch.behaviour_logprobs, terms.logprobs.proximal, self.centre)
-        return clip_band(centre, self.low, self.high, multiplicative=self.centre == "proximal_multiplicative")
+        low, high = value_at(self.low, terms.batch.rollout), value_at(self.high, terms.batch.rollout)
+        return clip_band(centre, low, high, multiplicative=self.centre == "proximal_multiplicative")
 
     def outside_band(self, terms: Terms) -> Tensor:
         return ~two_side(terms.ratio, *self._band(terms))

@@ -28,8 +28,18 @@ class Gated:
 
 def check_band(low: float, high: float) -> None:
     """Raise a ``ValueError`` if ``low`` and ``high`` are not half-widths of a band of ratios around 1."""
-    check_range("low", low, at_least=0, at_most=1, reason="no ratio is negative")
-    check_range("high", high, at_least=0)
+    check_low("low", low)
+    check_high("high", high)
+
+
+def check_low(name: str, value: float) -> None:
+    """Raise a ``ValueError`` if a value is not the distance of a band's lower edge from 1."""
+    check_range(name, value, at_least=0, at_most=1, reason="no ratio is negative")
+
+
+def check_high(name: str, value: float) -> None:
+    """Raise a ``ValueError`` if a value is not the distance of a band's upper edge from 1."""
+    check_range(name, value, at_least=0)
 
 
 class Gate(ABC):

@@ -14,6 +14,13 @@ def plan(capsys, *options):
     return {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines if "  " in line}
 
 
+def test_a_schedule_of_v(capsys):
+    rows = plan(capsys, "--weight_sync.period={0: 1, 6: 5}", "--data.num_rollouts=20", "--trainer.max_epochs=1")
+    assert rows["schedule"] == "v = 1, from rollout 6 on 5; i = 1"
+    assert rows["lags that occur"] == "0, 1, …, 4 optimizer steps, at most"
+    assert "20 optimizer steps, 9 syncs" in rows["whole run"]  # before 0 to 5, 6, 11 and 16
+
+
 def test_off_policy(capsys):
     rows = plan(capsys)
     assert rows["schedule"].startswith("v = 10, i = 1: off-policy")
