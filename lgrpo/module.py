@@ -6,6 +6,7 @@ Not here: sampling (engines), scoring (rewards), advantages (advantages), when w
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,7 @@ class GRPOModule(L.LightningModule):
         self._reference_logprobs, self._step_log = ReferenceLogprobs(), StepLog()
         self._step_is_empty, self._loaded_step = False, 0
         self._grad_norm: Tensor | None = None
+        self._evaluation_started = 0.0
 
     # Interface of the data module and of callbacks (hooks.PolicyOwner)
 
@@ -182,11 +184,20 @@ class GRPOModule(L.LightningModule):
 
     test_step = validation_step
 
+    def on_validation_start(self) -> None:
+        self._evaluation_started = time.perf_counter()
+
+    on_test_start = on_validation_start
+
     def on_validation_epoch_end(self) -> None:
-        log_evaluation(self, "val", self.amplifications.compute(self.global_step))
+        self._log_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        log_evaluation(self, "test", self.amplifications.compute(self.global_step))
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, prefix: str) -> None:
+        metrics = self.amplifications.compute(self.global_step)
+        log_evaluation(self, prefix, metrics, time.perf_counter() - self._evaluation_started)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         proximal = gather_ranks(self.trainer, self.proximal.state_dict())

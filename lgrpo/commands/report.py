@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from lgrpo.checks import check_range
 from lgrpo.commands import command_parser
+
+WATCH_SECONDS = 10.0
+"""Interval of ``--watch`` if none is given."""
 
 
 def main(args: list[str]) -> None:
@@ -17,14 +21,19 @@ def main(args: list[str]) -> None:
         "report",
         "The page shows curves, times, syncs, completions and settings, several runs side by side. It is one file, "
         "needs no network, and can be written while a run is training.",
-        "lgrpo report runs/demo --watch 10",
+        "lgrpo report --watch runs/demo",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run.")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="HTML file. Default: RUN/report.html, or ./report.html for several."
     )
     parser.add_argument(
-        "--watch", type=float, metavar="SECONDS", help="Interval at which the page is written again. Default: once."
+        "--watch",
+        type=float,
+        nargs="?",
+        const=WATCH_SECONDS,
+        metavar="SECONDS",
+        help=f"Write the page again and again, every {WATCH_SECONDS:g} seconds by default. Without it: once.",
     )
     parser.add_argument(
         "--completions",
@@ -33,7 +42,7 @@ def main(args: list[str]) -> None:
         metavar="N",
         help="Maximum number of completions on the page, in whole rollouts evenly spaced over the run. Default: 20000.",
     )
-    options = parser.parse_args(args)
+    options = parser.parse_args(_with_interval(args))
     check_range("--completions", options.completions, at_least=1)
     check_range("--watch", options.watch, at_least=1, reason="it is an interval in seconds")
     runs: list[Path] = options.runs
@@ -62,6 +71,22 @@ def main(args: list[str]) -> None:
                 write(refresh=options.watch)
         except KeyboardInterrupt:
             write()  # the last page does not reload itself
+
+
+def _with_interval(args: list[str]) -> list[str]:
+    """Return the arguments with an interval after ``--watch`` if something else follows it, such as a run."""
+    for index, (option, value) in enumerate(pairwise(args), start=1):
+        if option == "--watch" and not _is_number(value):
+            return [*args[:index], f"{WATCH_SECONDS:g}", *args[index:]]
+    return args
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _wait_for_metrics(runs: Sequence[Path], seconds: float) -> None:

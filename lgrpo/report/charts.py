@@ -10,9 +10,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SMOOTHED = " (smoothed)"
-"""Suffix of the name of a curve that is smoothed, not logged."""
-
 
 @dataclass(kw_only=True)
 class Chart:
@@ -27,12 +24,15 @@ class Chart:
     axis_min: float | None = None
     """Value that the vertical axis includes at its lower end, and ``axis_max`` at its upper end."""
     axis_max: float | None = None
+    is_smoothed: bool = False
+    """Whether the curves are smoothed unless the reader chooses otherwise."""
 
 
 REWARD = Chart(
     title="Reward of rollouts",
     note="Mean over the completions of a rollout, before normalisation.",
-    lines={"rollout/reward": "each rollout", "rollout/reward" + SMOOTHED: "smoothed"},
+    lines={"rollout/reward": "each rollout"},
+    is_smoothed=True,
 )
 SECTIONS = {
     "Off-policy": [
@@ -90,7 +90,11 @@ SECTIONS = {
         Chart(
             title="Engine mismatch",
             note="Difference of the log-probabilities of engine and trainer while both have the same weights.",
-            lines={"train/engine_mismatch_mean": "mean", "train/engine_mismatch_max": "largest"},
+            lines={
+                "train/engine_mismatch_mean": "mean",
+                "train/engine_mismatch_p99": "99 %",
+                "train/engine_mismatch_max": "largest",
+            },
         ),
     ],
     "Improvement": [
@@ -194,7 +198,7 @@ SECTIONS = {
         Chart(
             title="Stage seconds",
             note="Seconds of one rollout in each stage; the update is one optimizer step.",
-            lines={f"time/{stage}": stage for stage in ("sync", "generate", "score", "wait", "update")},
+            lines={f"time/{stage}": stage for stage in ("sync", "generate", "score", "wait", "update", "validate")},
             axis_min=0,
         ),
         Chart(

@@ -52,6 +52,7 @@ _TIME = [
     "score",
     "wait",
     "update",
+    "validate",
     "trainer_idle_share",
     "engine_idle_share",
     "tokens_per_second",

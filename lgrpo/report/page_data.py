@@ -8,9 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lgrpo.report.charts import SMOOTHED, chart_sections
-from lgrpo.report.downsample import Points, downsample_points, downsample_rollouts, smooth_points
+from lgrpo.report.charts import chart_sections
+from lgrpo.report.downsample import Points, bucket_means, downsample_points, downsample_rollouts
 from lgrpo.report.record import RunRecord
+from lgrpo.report.seeds import SeedGroup, seed_groups
+from lgrpo.report.series import Series
+from lgrpo.report.timeline import clock, timeline
 
 MAX_POINTS = 1500
 """Maximum number of points of a curve."""
@@ -21,20 +24,20 @@ STAGES = ("sync", "generate", "score", "update")
 
 def page_data(runs: list[RunRecord], max_completions: int = 20_000, refresh: float | None = None) -> dict[str, Any]:
     """Return the data that the scripts in ``assets`` show; see :func:`lgrpo.report.write_page` for the arguments."""
-    series = [_with_smoothed(run) for run in runs]
     return {
         "made": time.time(),
         "refresh": refresh,
         "max_points": MAX_POINTS,
-        "runs": [_run_data(run, curves) for run, curves in zip(runs, series, strict=True)],
-        "sections": chart_sections(dict.fromkeys(name for curves in series for name in curves)),
+        "runs": [_run_data(run) for run in runs],
+        "groups": [_group_data(group) for group in seed_groups(runs)],
+        "sections": chart_sections(dict.fromkeys(name for run in runs for name in run.series)),
         "completions": _completions(runs, max_completions),
         "settings": _settings(runs),
         "notes": _notes(runs),
     }
 
 
-def _run_data(run: RunRecord, series: dict[str, Points]) -> dict[str, Any]:
+def _run_data(run: RunRecord) -> dict[str, Any]:
     return {
         "name": run.name,
         "path": str(run.path),
@@ -52,12 +55,31 @@ def _run_data(run: RunRecord, series: dict[str, Points]) -> dict[str, Any]:
         "notes": run.notes,
         "headline": _headline(run),
         "stages": _stages(run),
-        "clock": _curve(_clock(run)),
-        "series": {name: _curve(points) for name, points in series.items()},
-        "num_points": max((len(points) for points in series.values()), default=0),
-        "smoothing_window": smoothing_window(len(run.series.get("rollout/reward", []))),
+        "timeline": timeline(run),
+        "num_points": max((len(points) for points in run.series.values()), default=0),
         "syncs": _columns(run.syncs, numbers=("version", "step"), texts=("checksum",)),
+        **_curves(run.series, clock(run)),
         "num_completions": len(run.completions),
+    }
+
+
+def _group_data(group: SeedGroup) -> dict[str, Any]:
+    """Return the curves of a group of runs, in the form of a single run."""
+    syncs = _columns(group.runs[0].syncs, numbers=("version", "step"), texts=("checksum",))
+    return {"name": group.name, "members": group.members, "syncs": syncs, **_curves(group.series, group.clock)}
+
+
+def _curves(series: Series, clock: Points) -> dict[str, Any]:
+    """Return what a chart needs. Curves that lose points also have means, which smoothed curves are made of."""
+    long = {name: points for name, points in series.items() if len(points) > MAX_POINTS}
+    return {
+        "clock": _curve(clock),
+        "series": {name: _curve(points) for name, points in series.items()},
+        "means": {
+            name: [len(points) / (MAX_POINTS // 2), *_curve(bucket_means(points, MAX_POINTS // 2))]
+            for name, points in long.items()
+        },
+        "smoothing_window": smoothing_window(len(series.get("rollout/reward", []))),
     }
 
 
@@ -91,15 +113,6 @@ def _short_task(run: RunRecord) -> str | None:
     return f"{run.task.partition('(')[0]}({', '.join(given)})"
 
 
-def _with_smoothed(run: RunRecord) -> dict[str, Points]:
-    """Return the logged curves and the smoothed reward."""
-    series: dict[str, Points] = dict(run.series)
-    reward = run.series.get("rollout/reward", [])
-    if len(reward) >= 20:
-        series["rollout/reward" + SMOOTHED] = smooth_points(reward, smoothing_window(len(reward)))
-    return series
-
-
 def smoothing_window(num_points: int) -> int:
     """Return the number of points that a smoothed curve averages."""
     return min(50, max(5, num_points // 25))
@@ -111,7 +124,7 @@ def _headline(run: RunRecord) -> dict[str, Any]:
     scores = run.series.get("val/pass@1", [])
     errors = dict(run.series.get("val/pass@1_stderr", []))
     last = smoothing_window(len(reward))
-    clock = _clock(run)
+    seconds = clock(run)
     return {
         "reward": _number(_mean(reward[-last:])) if reward else None,
         "reward_over": min(last, len(reward)),
@@ -122,7 +135,7 @@ def _headline(run: RunRecord) -> dict[str, Any]:
         "lag_max": _number(max((v for _, v in run.series.get("train/lag_max", [])), default=None)),
         "trainer_idle": _number(_mean([v for _, v in run.series.get("time/trainer_idle_share", [])])),
         "engine_idle": _number(_mean([v for _, v in run.series.get("time/engine_idle_share", [])])),
-        "seconds": _number(clock[-1][1]) if clock else None,
+        "seconds": _number(seconds[-1][1]) if seconds else None,
     }
 
 
@@ -134,19 +147,6 @@ def _stages(run: RunRecord) -> dict[str, Any]:
             per_rollout = [value for step, value in points if stage == "update" or step % run.reuse == 0]
             seconds[stage] = _number(_mean(per_rollout) * (run.reuse if stage == "update" else 1))
     return seconds
-
-
-def _clock(run: RunRecord) -> list[tuple[int, float]]:
-    """Return the seconds of waiting and updating before each step; empty unless every step was logged."""
-    wait, update = dict(run.series.get("time/wait", [])), dict(run.series.get("time/update", []))
-    if not update or len(update) != run.num_steps:
-        return []
-    seconds, clock = 0.0, [(0, 0.0)]
-    for step in range(run.num_steps):
-        waited = wait.get(step, 0.0) if step % run.reuse == 0 else 0.0
-        seconds += sum(value for value in (waited, update.get(step, 0.0)) if math.isfinite(value))
-        clock.append((step + 1, seconds))
-    return clock
 
 
 def _settings(runs: list[RunRecord]) -> list[dict[str, Any]]:

@@ -26,8 +26,8 @@ def log_metrics(trainer: L.Trainer, metrics: dict[str, float], step: int) -> Non
     write_metrics(trainer, metrics, step)
 
 
-def log_evaluation(module: L.LightningModule, prefix: str, metrics: dict[str, float]) -> None:
-    """Log the metrics of a validation or a test, reduced over ranks already, as ``prefix/name``.
+def log_evaluation(module: L.LightningModule, prefix: str, metrics: dict[str, float], seconds: float) -> None:
+    """Log the metrics of a validation or a test, reduced over ranks already, as ``prefix/name``, and its duration.
 
     During ``fit`` they are written directly, because Lightning drops those of the sanity check, which are the run's
     starting point.
@@ -35,7 +35,7 @@ def log_evaluation(module: L.LightningModule, prefix: str, metrics: dict[str, fl
     named = {f"{prefix}/{name}": value for name, value in metrics.items()}
     is_fitting = module.trainer.state.fn == TrainerFn.FITTING
     if is_fitting:
-        write_metrics(module.trainer, named, module.global_step)
+        write_metrics(module.trainer, named | {"time/validate": seconds}, module.global_step)
     if not module.trainer.sanity_checking:
         module.log_dict(named, logger=not is_fitting)
 

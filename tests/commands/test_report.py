@@ -7,6 +7,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lgrpo.callbacks import ImprovementMonitor
 from lgrpo.cli import main
+from lgrpo.commands.report import _with_interval
 from lgrpo.report import read_series
 from lgrpo.report.charts import chart_sections
 from lgrpo.report.record import read_runs
@@ -39,6 +40,19 @@ def test_wrong_arguments(run, tmp_path, capsys):
     assert "cannot be written" in refused(capsys, run, "--out", run / "config.yaml" / "page.html")
     assert "required: RUN" in refused(capsys)
     assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--watch", "runs/a"], ["--watch", "10", "runs/a"]),
+        (["--watch", "5", "runs/a"], ["--watch", "5", "runs/a"]),
+        (["runs/a", "--watch"], ["runs/a", "--watch"]),
+        (["--watch", "--out", "x.html", "runs/a"], ["--watch", "10", "--out", "x.html", "runs/a"]),
+    ],
+)
+def test_watch_without_an_interval(given, expected):
+    assert _with_interval(given) == expected
 
 
 def test_path_of_the_page(run, tmp_path, capsys, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lgrpo.cli import main
-from lgrpo.report import write_page
+from lgrpo.report import mean_interval, write_page
 from tests.browser import Browser, needs_chromium, until
 from tests.report.made_up import completions, metrics, settings, write_run
 
@@ -199,6 +199,118 @@ class TestNumbers:
         assert counted(browser) == "48 rows"
         assert "12of 12: complete" in text(browser, "#tiles")
         assert browser.errors == []
+
+
+class TestAxes:
+    def test_every_chart_is_drawn_without_scrolling(self, browser, page):
+        """A screenshot of the whole page shows all charts."""
+        browser.open(page)
+        until(lambda: browser.eval("document.querySelectorAll('.plot:empty').length === 0"), "every chart")
+        assert browser.eval("scrollY") == 0
+
+    def test_a_logarithmic_axis(self, browser, run, page):
+        browser.open(page)
+        show_all(browser)
+        button = (
+            "[...document.querySelectorAll('.chart')].find((c) => c.innerText.startsWith('KL')).querySelector('.log')"
+        )
+        browser.eval(f"{button}.click()")
+        scale = "pageCharts.get('Off-policy / KL').plot.scales.y"
+        assert browser.eval(f"[{scale}.distr, {scale}.min > 0]") == [3, True]
+        drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
+        positive = [point for point in logged(run)["train/kl_behaviour"] if point[1] > 0]
+        assert len(positive) == 90
+        assert [x for x, _ in drawn["train/kl_behaviour"]] == [x for x, _ in positive]
+        note = "[...document.querySelectorAll('.chart')].find((c) => c.innerText.startsWith('KL')).innerText"
+        assert "Values of 0 or below are left out." in browser.eval(note)
+        browser.open(page, browser.eval("location.hash").removeprefix("#"))
+        show_all(browser)
+        assert browser.eval(f"{scale}.distr") == 3
+        assert browser.eval("pageCharts.get('Off-policy / Lag').plot.scales.y.distr") != 3
+        assert browser.errors == []
+
+    def test_smoothing_of_every_curve(self, browser, run, page):
+        browser.open(page)
+        show_all(browser)
+        browser.set("select#smooth", "20")
+        drawn = {metric: points for _, metric, points in browser.eval(EVERY_CURVE)}
+        for name in ("train/loss", "rollout/reward", "mine/colour"):
+            values = [value for _, value in logged(run)[name]]
+            for k in (0, 5, 50, 99):
+                expected = values[max(0, k - 19) : k + 1]
+                mean = pytest.approx(sum(expected) / len(expected), rel=1e-5)
+                assert drawn[f"{name} (smoothed)"][k] == [k, mean], name
+        assert "val/pass@1 (smoothed)" not in drawn, "four points"
+        browser.set("select#smooth", "1")
+        assert not [metric for _, metric, _ in browser.eval(EVERY_CURVE) if "smoothed" in metric]
+
+    def test_another_axis_shows_the_whole_run(self, browser, page):
+        """A range of steps is not a range of seconds."""
+        browser.open(page, "zoom=20..40")
+        show_all(browser)
+        browser.eval("document.querySelector('#axis').click()")
+        ends = "[...pageCharts.values()].map(({plot}) => [plot.scales.x.min, plot.scales.x.max])"
+        assert browser.eval(ends)[0] == [0, pytest.approx(99 * 5.5)]
+        assert "zoom" not in browser.eval("location.hash")
+
+    def test_print_is_light(self, browser, page):
+        browser.scheme("dark")
+        browser.open(page)
+        browser.eval("dispatchEvent(new Event('beforeprint'))")
+        assert browser.eval("document.querySelectorAll('.plot:empty').length") == 0
+        assert not browser.eval("document.documentElement.classList.contains('dark')")
+        browser.eval("dispatchEvent(new Event('afterprint'))")
+        assert browser.eval("document.documentElement.classList.contains('dark')")
+        browser.scheme("light")
+        assert browser.errors == []
+
+    def test_strip_of_stages(self, browser, page):
+        """Each rollout waits 3.5 s, of which 0.4 s are scoring and in one of ten 0.5 s are a sync, and updates 2 s."""
+        browser.open(page)
+        columns = "[...document.querySelectorAll('#timeline .strip span')]"
+        assert browser.eval(f"{columns}.length") == 100
+        first, second = browser.eval(f"{columns}.slice(0, 2).map((column) => column.title)")
+        assert first == "rollout 0: sync 500 ms, generate 2.6 s, score 400 ms, update 2.0 s, validate 0 ms"
+        assert second.startswith("rollout 1: sync 0 ms, generate 3.1 s")
+        height, total = browser.eval(f"[{columns}[0].children[3].offsetHeight, {columns}[0].offsetHeight]")
+        assert height / total == pytest.approx(2 / 5.5, abs=0.03)
+
+
+class TestSeeds:
+    @pytest.fixture(scope="class")
+    def sweep(self, tmp_path_factory):
+        """Three seeds of one setting, one of another."""
+        root = tmp_path_factory.mktemp("sweep")
+        for seed in range(3):
+            write_run(root / f"a{seed}", rows=metrics(40, seed=seed), config=settings(seed_everything=seed))
+        write_run(root / "b", rows=metrics(40, seed=3), config=settings(data__reuse=2))
+        write_page([root / name for name in ("a0", "b", "a1", "a2")], root / "report.html")
+        return root
+
+    def test_mean_and_interval(self, browser, sweep):
+        browser.open(sweep / "report.html", "smooth=1")
+        show_all(browser)
+        drawn = {(run, metric): points for run, metric, points in browser.eval(EVERY_CURVE)}
+        assert {run for run, _ in drawn} == {"data.reuse=1 (3 seeds)", "data.reuse=2 (1 seed)"}
+        runs = [logged(sweep / f"a{seed}")["rollout/reward"] for seed in range(3)]
+        interval = mean_interval([points[7][1] for points in runs])
+        assert drawn["data.reuse=1 (3 seeds)", "rollout/reward"][7] == [7, pytest.approx(interval.mean, rel=1e-5)]
+        upper = browser.eval(
+            "(({plot, curves}) => plot.data[curves.find((c) => c.run.members.length === 3).column + 1][7])"
+            "(pageCharts.get('Learning / Reward of rollouts'))"
+        )
+        assert upper - interval.mean == pytest.approx(interval.half_width, rel=1e-4)
+        assert browser.errors == []
+
+    def test_each_run(self, browser, sweep):
+        browser.open(sweep / "report.html")
+        browser.eval("document.querySelectorAll('.chip')[0].click()")
+        assert counted(browser) == "320 of 1,280 rows", "the completions of three runs are hidden"
+        browser.eval("document.querySelector('#group').click()")
+        until(lambda: text(browser, "#group") == "each run", "the page")
+        show_all(browser)
+        assert {run for run, _, _ in browser.eval(EVERY_CURVE)} == {"a0", "b", "a1", "a2"}
+        assert counted(browser) == "1,280 rows"
 
 
 class TestTable:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 
+import pytest
+
 from lgrpo.report.page import SCRIPTS
-from lgrpo.report.page_data import page_data
+from lgrpo.report.page_data import _curves, page_data
 from lgrpo.report.record import read_runs
-from tests.report.made_up import completions, write_run
+from lgrpo.report.seeds import seed_groups
+from lgrpo.report.timeline import timeline
+from tests.report.made_up import completions, settings, write_run
 
 
 def test_every_number_of_a_row_reaches_the_page(tmp_path):
@@ -28,3 +32,36 @@ def test_every_script_is_listed():
     names = {path.name.removesuffix(".js") for path in assets.iterdir() if path.name.endswith(".js")}
     assert names - {"uPlot.iife.min"} == set(SCRIPTS)
     assert SCRIPTS[-1] == "main"
+
+
+def test_long_curves_have_means_for_smoothing():
+    """The lowest and the highest value of each piece, which are drawn, would bias a mean."""
+    points = [(step, 1.0 if step % 4 == 0 else 0.0) for step in range(4000)]
+    size, steps, means = _curves({"train/loss": points, "short": points[:9]}, [])["means"]["train/loss"]
+    assert (len(steps), steps[-1]) == (750, 3999)
+    assert size == pytest.approx(4000 / 750)
+    assert sum(means) / len(means) == pytest.approx(0.25, abs=0.01)
+
+
+def test_timeline(tmp_path):
+    rows = [{"step": step, "train/loss": 0.0, "time/update": 1.0, "time/wait": 2.0} for step in range(700)]
+    for row in rows:
+        row |= {"time/sync": 5.0 if row["step"] == 0 else 0.0, "time/score": 0.5}
+    rows += [{"step": step, "time/validate": seconds} for step, seconds in ((0, 3.0), (6, 1.0), (700, 4.0))]
+    (run,) = read_runs([write_run(tmp_path / "run", rows=rows, config=settings(data__reuse=2))])
+    columns = timeline(run)
+    assert (columns[0]["first"], columns[0]["last"], columns[-1]["last"]) == (0, 2, 349)
+    assert columns[0]["seconds"] == [2.0, 3.0, 1.0, 6.0, 4.0], "a sync that overlaps is cut to the time waited"
+    assert columns[1]["seconds"] == [0.0, 4.5, 1.5, 6.0, 0.0]
+    assert columns[-1]["seconds"][4] == 4.0
+    del run.series["time/update"][5]
+    assert timeline(run) == [], "not every step was logged"
+
+
+def test_runs_with_unknown_or_different_settings_are_not_grouped(tmp_path):
+    paths = [write_run(tmp_path / name, config=settings(data__reuse=k)) for k, name in enumerate("ab", start=1)]
+    runs = read_runs(paths)
+    assert seed_groups(runs) == []
+    for run in runs:
+        run.settings = {}
+    assert seed_groups(runs) == []

@@ -1,4 +1,5 @@
-// The sections of charts. Which charts there are is decided in charts.py; a chart is drawn when it comes into view.
+// The sections of charts. Which charts there are is decided in charts.py. A chart is drawn when it comes into view, the
+// others when the browser is idle, so that prints and screenshots of the whole page show all.
 // Defines: showCharts, redrawCharts.
 
 const redrawCharts = (page) => page.cards.filter((card) => card.built).forEach((card) => drawChart(page, card));
@@ -20,9 +21,26 @@ function showCharts(page) {
     onView.observe(card.box);
     onResize.observe(card.box);
   }
-  addEventListener("beforeprint", () => {
-    for (const card of page.cards) if (!card.built) drawChart(page, card);
-  });
+  drawWhenIdle(page);
+  redrawForPrint(page);
+}
+
+function drawWhenIdle(page) {
+  const next = page.cards.find((card) => !card.built);
+  if (!next) return;
+  const draw = () => { if (!next.built) drawChart(page, next); drawWhenIdle(page); };
+  if (window.requestIdleCallback) requestIdleCallback(draw, { timeout: 500 }); else setTimeout(draw, 20);
+}
+
+// Charts are drawn again for paper: in light colours, in two columns.
+function redrawForPrint(page) {
+  const draw = (isPrinting) => {
+    document.documentElement.classList.toggle("printing", isPrinting);
+    applyTheme();
+    for (const card of page.cards) drawChart(page, card);
+  };
+  addEventListener("beforeprint", () => draw(true));
+  addEventListener("afterprint", () => draw(false));
 }
 
 function sectionNote(page, title) {
@@ -34,7 +52,7 @@ function sectionNote(page, title) {
 function showChartSection(page, index) {
   const { title, charts } = page.data.sections[index];
   const node = addSection(title, sectionNote(page, title));
-  if (title === "Time") node.append(stageBars(page));
+  if (title === "Time") node.append(stageBars(page), stageTimeline(page) ?? "");
   const constant = title === "Learning" ? [] : charts.filter((chart) => isConstant(page, chart));
   const grid = el("div", { class: title === "Learning" ? "charts large" : "charts" });
   node.append(grid);
@@ -59,6 +77,7 @@ function chartCard(page, chart, section, key) {
   const card = {
     chart,
     section,
+    key,
     chosen: saved.get(key) || Object.keys(chart.lines)[0],
     height: isLarge ? 250 : 196,
     box: el("div", { class: "plot" }),
@@ -70,14 +89,15 @@ function chartCard(page, chart, section, key) {
   card.box.card = card;
   card.box.style.height = `${card.height}px`;
   page.cards.push(card);
-  const top = el("div", { class: "top" }, el("h3", {}, chart.title), metricButtons(page, card, key));
+  const top = el("div", { class: "top" }, el("h3", {}, chart.title), 
+    el("div", { class: "choose" }, metricButtons(page, card, key), logButton(page, card)));
   return el("div", { class: "chart" }, top, card.legend, card.box, card.note);
 }
 
 // With several runs, a chart of several metrics shows one at a time.
 function metricButtons(page, card, key) {
   const { lines } = card.chart, metrics = Object.keys(lines);
-  if (!page.several || metrics.length === 1 || metrics.some((name) => name.endsWith(SMOOTHED))) return null;
+  if (!page.compares || metrics.length === 1) return [];
   const mark = () => buttons.forEach((button, k) => button.classList.toggle("on", metrics[k] === card.chosen));
   const buttons = metrics.map((metric) => el("button", { onclick: () => {
     card.chosen = metric;
@@ -86,5 +106,23 @@ function metricButtons(page, card, key) {
     drawChart(page, card);
   } }, lines[metric]));
   mark();
-  return el("div", { class: "choose" }, buttons);
+  return buttons;
+}
+
+// Charts with a logarithmic axis, by key, in the page's address.
+const logKeys = () => new Set((saved.get("log") || "").split(",").filter(Boolean));
+
+function logButton(page, card) {
+  const mark = () => button.classList.toggle("on", card.isLog);
+  const button = el("button", { class: "log", title: "Logarithmic axis", onclick: () => {
+    const keys = logKeys();
+    if (!keys.delete(card.key)) keys.add(card.key);
+    remember("log", [...keys].join(","));
+    card.isLog = !card.isLog;
+    mark();
+    drawChart(page, card);
+  } }, "log");
+  card.isLog = logKeys().has(card.key);
+  mark();
+  return button;
 }

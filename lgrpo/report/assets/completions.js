@@ -71,7 +71,8 @@ function completionsNote({ runs, several }, count) {
     "to limit the size of the page. Click a row to read it in full.";
 }
 
-function completionColumns({ runs, several }, rows, filters) {
+function completionColumns(page, rows, filters) {
+  const { runs, several } = page;
   const numeric = COMPLETION_COLUMNS.map(({ name, text = number }) => ({
     title: name,
     key: name,
@@ -80,7 +81,7 @@ function completionColumns({ runs, several }, rows, filters) {
   }));
   const { field } = rows;
   const shown = (text) => escaped(excerpt(text, filters.query), filters.query);
-  const runCell = (row) => [dot(field(row, "run")), runs[field(row, "run")].name];
+  const runCell = (row) => [dot(colourOf(page, field(row, "run"))), runs[field(row, "run")].name];
   return [
     ...(several ? [{ title: "run", key: "run", kind: "name", cell: runCell }] : []),
     ...numeric,
@@ -99,7 +100,7 @@ const completionDetail = (rows, filters, row) => [
 
 function matches(page, rows, filters, row) {
   const run = rows.field(row, "run"), wantedRun = filters.chosen("run"), live = filters.chosen("live");
-  if (page.hidden.has(run) || (wantedRun && run !== Number(wantedRun))) return false;
+  if (isHidden(page, run) || (wantedRun && run !== Number(wantedRun))) return false;
   if (live && rows.field(row, "live") !== (live === "yes")) return false;
   if (filters.group && rows.group(row) !== filters.group) return false;
   for (const [name, test] of Object.entries(filters.tests)) if (test && !test(rows.field(row, name))) return false;

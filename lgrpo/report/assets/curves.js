@@ -1,7 +1,8 @@
 // The curves of a chart as points on the current axis.
-// Defines: curvesOf.
+// Defines: curvesOf, smoothingMenu.
 
 const SMOOTHED = " (smoothed)";
+const MIN_SMOOTHED = 20; // shorter curves are not smoothed
 
 // [steps, values] as [xs, ys]; steps after the last time that was logged are left out.
 function onAxis(page, run, [steps, values]) {
@@ -15,40 +16,78 @@ function onAxis(page, run, [steps, values]) {
   return [xs, ys];
 }
 
-// Upper and lower limit of the 95% interval, where the run logged a standard error.
-function bandOf(page, run, metric) {
+// Upper and lower limit of the 95% interval of a curve, where the run has a standard error.
+function bandOf(page, run, metric, [steps, values], window) {
   const error = run.series[`${metric}_stderr`];
   if (!error) return null;
-  const widths = new Map(error[0].map((step, i) => [step, error[1][i]]));
-  const [steps, values] = run.series[metric];
+  const [errorSteps, errors] = window > 1 ? smoothed(run, `${metric}_stderr`, window) : error;
+  const widths = new Map(errorSteps.map((step, i) => [step, errors[i]]));
   return [1, -1].map((sign) => onAxis(page, run, [steps, steps.map((step, i) => {
     const width = widths.get(step);
     return values[i] === null || isMissing(width) ? null : values[i] + sign * 1.96 * width;
   })]));
 }
 
-// The curves of the visible runs. With several runs, a chart of several metrics shows the chosen one of them.
+// Number of logged values that a smoothed curve averages; 1 if curves are drawn as logged.
+const windowOf = (chart, run) => Number(saved.get("smooth")) || (chart.is_smoothed ? run.smoothing_window : 1);
+
+// Mean of each value and those before it. A curve that lost points is smoothed by the means of its pieces.
+function smoothed(run, metric, window) {
+  const [size, steps, values] = run.means[metric] || [1, ...run.series[metric]];
+  const length = Math.max(1, Math.round(window / size)), kept = [];
+  return [steps, values.map((value) => {
+    if (value === null) return null;
+    kept.push(value);
+    if (kept.length > length) kept.shift();
+    return kept.reduce((a, b) => a + b, 0) / kept.length;
+  })];
+}
+
+// The curves of what is visible. With several runs, a chart of several metrics shows the chosen one of them.
 function curvesOf(page, chart, chosen) {
-  const metrics = Object.entries(chart.lines);
+  const metrics = Object.entries(chart.lines), isSingle = metrics.length === 1;
   const curves = [];
   for (const i of page.visible()) {
-    const run = page.runs[i];
+    const run = page.drawn[i];
     metrics.forEach(([metric, label], k) => {
-      if (!run.series[metric]) return;
-      const isSmooth = metric.endsWith(SMOOTHED);
-      const hasSmooth = metrics.some(([other]) => other === metric + SMOOTHED);
-      if (page.several && !isSmooth && !hasSmooth && metrics.length > 1 && metric !== chosen) return;
+      const points = run.series[metric];
+      if (!points || (page.compares && !isSingle && metric !== chosen)) return;
+      const window = points[0].length < MIN_SMOOTHED ? 1 : windowOf(chart, run);
+      const shared = { run, colour: page.compares ? i : k, label: page.compares ? run.name : label };
+      const isFaint = window > 1, hasOwnBand = !isFaint || !(page.compares || run.members);
       curves.push({
-        run,
+        ...shared,
         metric,
-        label: page.several ? run.name : label,
-        colour: page.several ? i : isSmooth || hasSmooth ? 0 : k,
-        faint: hasSmooth && Boolean(run.series[metric + SMOOTHED]),
-        strong: isSmooth,
-        points: onAxis(page, run, run.series[metric]),
-        band: page.several && hasSmooth ? null : bandOf(page, run, metric),
+        faint: isFaint,
+        isListed: !isFaint || (isSingle && !page.compares),
+        points: onAxis(page, run, points),
+        band: hasOwnBand ? bandOf(page, run, metric, points, 1) : null,
+      });
+      if (!isFaint) return;
+      const smooth = smoothed(run, metric, window);
+      curves.push({
+        ...shared,
+        label: isSingle && !page.compares ? "smoothed" : shared.label,
+        metric: metric + SMOOTHED,
+        strong: true,
+        window,
+        isListed: true,
+        points: onAxis(page, run, smooth),
+        band: run.members?.length > 1 ? bandOf(page, run, metric, smooth, window) : null,
       });
     });
   }
   return curves;
+}
+
+function smoothingMenu(page) {
+  const choices = [["", "default smoothing"], ["1", "no smoothing"]];
+  for (const window of [5, 20, 100]) choices.push([String(window), `mean of ${window}`]);
+  const options = choices.map(([value, text]) => el("option", { value }, text));
+  const menu = el("select", { class: "pill", id: "smooth", title: "Smoothing of all curves", onchange: () => {
+    remember("smooth", menu.value);
+    redrawCharts(page);
+  } }, options);
+  menu.value = saved.get("smooth") || "";
+  return menu;
 }

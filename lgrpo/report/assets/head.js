@@ -6,7 +6,13 @@ function showHead(page) {
   const names = runs.map((run) => run.name).join(", ");
   document.title = `${names} · lgrpo`;
   const brand = el("span", {}, el("b", {}, "lgrpo"), several ? ` · ${runs.length} runs` : " · run");
-  const tools = [data.refresh ? liveButton(page) : null, page.hasClock ? axisButton(page) : null, themeButton(page)];
+  const tools = [
+    data.refresh ? liveButton(page) : null,
+    data.groups.length ? groupButton(page) : null,
+    smoothingMenu(page),
+    page.hasClock ? axisButton(page) : null,
+    themeButton(page),
+  ];
   const shared = (values) => (new Set(values).size === 1 ? values[0] : null);
   const task = shared(runs.map((run) => run.task)), model = shared(runs.map((run) => run.model));
   const subtitle = [task, model, several ? null : schedule(runs[0])].filter(Boolean).join(" · ");
@@ -27,7 +33,7 @@ function schedule({ sync, sync_period: period, reuse, num_prompts: prompts, grou
 }
 
 function runChips(page) {
-  return el("div", { class: "chips" }, page.runs.map((run, i) => {
+  return el("div", { class: "chips" }, page.drawn.map((run, i) => {
     const mark = () => chip.classList.toggle("off", page.hidden.has(i));
     const chip = el("button", { class: "pill chip on", title: "Show or hide this run", onclick: () => {
       if (!page.hidden.delete(i)) page.hidden.add(i);
@@ -61,12 +67,13 @@ const SUMMARY_COLUMNS = [
   ["training time", (run) => duration(run.headline.seconds)],
 ];
 
-function summaryTable({ runs }) {
+function summaryTable(page) {
+  const { runs } = page;
   const severalTasks = new Set(runs.map((run) => run.task)).size > 1;
   const rows = runs.map((run, i) => {
     const task = severalTasks ? el("div", { class: "small" }, run.task || "unknown task") : null;
     const cells = SUMMARY_COLUMNS.map(([, value]) => el("td", { class: "num" }, String(value(run))));
-    return el("tr", {}, el("td", {}, dot(i), run.name, task), cells);
+    return el("tr", {}, el("td", {}, dot(colourOf(page, i)), run.name, task), cells);
   });
   const titles = [el("th", {}, "run"), ...SUMMARY_COLUMNS.map(([title]) => el("th", { class: "num" }, title))];
   const table = el("table", { id: "summary" }, el("thead", {}, el("tr", {}, titles)), el("tbody", {}, rows));

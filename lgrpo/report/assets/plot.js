@@ -8,13 +8,13 @@ function drawChart(page, card) {
   card.plot?.destroy();
   box.replaceChildren();
   legend.replaceChildren();
-  const curves = curvesOf(page, chart, card.chosen);
+  const curves = curvesOf(page, chart, card.chosen).map((curve) => (card.isLog ? onlyPositive(curve) : curve));
   if (!curves.length) {
     box.append(el("p", { class: "small" }, "No visible run has these metrics."));
     card.plot = null;
     return;
   }
-  card.note.textContent = noteOf(chart, curves);
+  card.note.textContent = noteOf(card, curves);
   const { table, series, bands } = plotColumns(curves);
   const updateLegend = fillLegend(page, legend, curves);
   const zoomTo = (u) => {
@@ -29,7 +29,7 @@ function drawChart(page, card) {
     series,
     bands,
     padding: [8, 16, 0, 0],
-    scales: { x: { time: false, range: xRange }, y: { range: (u, low, high) => yRange(chart, low, high) } },
+    scales: { x: { time: false, range: xRange }, y: yScale(card) },
     axes: axesOf(page),
     cursor: cursorOf(page),
     hooks: {
@@ -43,13 +43,27 @@ function drawChart(page, card) {
   openCharts.set(`${card.section} / ${chart.title}`, { plot: card.plot, curves });
 }
 
-function noteOf(chart, curves) {
-  const windows = [...new Set(curves.filter((curve) => curve.strong).map((curve) => curve.run.smoothing_window))];
+function noteOf({ chart, isLog }, curves) {
+  const windows = [...new Set(curves.filter((curve) => curve.strong).map((curve) => curve.window))];
+  const overSeeds = curves.some((curve) => curve.band && curve.run.members?.length > 1);
   return [
     chart.note,
-    curves.some((curve) => curve.band) ? "The band is the 95% interval." : "",
-    windows.length ? `Smoothed: mean of the last ${windows.join(" or ")} rollouts.` : "",
+    curves.some((curve) => curve.band) ? `The band is the 95% interval${overSeeds ? " over seeds" : ""}.` : "",
+    windows.length ? `Smoothed: mean of the last ${windows.join(" or ")} values.` : "",
+    isLog && curves.some((curve) => curve.lost) ? "Values of 0 or below are left out." : "",
   ].filter(Boolean).join(" ");
+}
+
+// A logarithmic axis cannot show values of 0 or below.
+function onlyPositive(curve) {
+  const positive = ([xs, ys]) => [xs, ys.map((y) => (y > 0 ? y : null))];
+  const lost = curve.points[1].some((y) => y !== null && y <= 0);
+  return { ...curve, lost, points: positive(curve.points), band: curve.band && curve.band.map(positive) };
+}
+
+function yScale({ chart, isLog }) {
+  if (!isLog) return { range: (u, low, high) => yRange(chart, low, high) };
+  return { distr: 3, log: 10, range: (u, low, high) => (low > 0 ? uPlot.rangeLog(low, high, 10, false) : [0.1, 10]) };
 }
 
 // uPlot's aligned columns, with the options of each. A band takes the two columns after its curve's.
@@ -71,7 +85,8 @@ function plotColumns(curves) {
     if (curve.band) {
       tables.push(...curve.band);
       bands.push({ series: [series.length, series.length + 1], fill: `${stroke}${curve.faint ? "1c" : "26"}` });
-      const limit = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+      const isOverSeeds = curve.run.members?.length > 1; // with two seeds wider than any chart: it may be cut off
+      const limit = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false }, auto: !isOverSeeds };
       series.push({ ...limit }, { ...limit });
     }
   }
@@ -100,7 +115,7 @@ function axesOf(page) {
   const grid = { stroke: colour("--grid"), width: 1 };
   return [
     { ...style, grid: { show: false }, size: 26, space: 70, values: (u, ticks) => ticks.map(label) },
-    { ...style, grid, size: 52, space: 34, values: (u, ticks) => ticks.map(number) },
+    { ...style, grid, size: 52, space: 34, values: (u, ticks) => ticks.map((t) => (isMissing(t) ? "" : number(t))) },
   ];
 }
 
@@ -130,7 +145,7 @@ function fillLegend(page, legend, curves) {
   const values = curves.map((curve) => {
     const value = el("b"), mark = dot(curve.colour);
     if (curve.faint) mark.style.opacity = 0.4;
-    if (!curve.faint || !page.several) legend.append(el("span", {}, mark, `${curve.label} `, value));
+    if (curve.isListed) legend.append(el("span", {}, mark, `${curve.label} `, value));
     return value;
   });
   const position = el("span");
@@ -157,19 +172,19 @@ function drawSyncs(page, u) {
   ctx.save();
   ctx.lineWidth = ratio;
   page.visible().forEach((i, row) => {
-    const run = page.runs[i];
+    const run = page.drawn[i];
     const logged = run.syncs.step.filter((step) => step !== null);
     const xs = logged.map((step) => xOf(page, run, step)).filter((x) => x >= min && x <= max);
     const isDense = xs.length > bbox.width / ratio / 7;
-    ctx.strokeStyle = page.several ? palette(i) : colour("--sync");
-    ctx.globalAlpha = page.several ? 0.55 : 1;
-    ctx.setLineDash(isDense || page.several ? [] : [2 * ratio, 3 * ratio]);
+    ctx.strokeStyle = page.compares ? palette(i) : colour("--sync");
+    ctx.globalAlpha = page.compares ? 0.55 : 1;
+    ctx.setLineDash(isDense || page.compares ? [] : [2 * ratio, 3 * ratio]);
     ctx.beginPath();
     for (const x of xs) {
       const pixel = Math.round(u.valToPos(x, "x", true)) + 0.5;
-      const top = page.several ? bottom - (5 + 5 * row) * ratio : isDense ? bottom - 6 * ratio : bbox.top;
+      const top = page.compares ? bottom - (5 + 5 * row) * ratio : isDense ? bottom - 6 * ratio : bbox.top;
       ctx.moveTo(pixel, top);
-      ctx.lineTo(pixel, page.several ? top + 4 * ratio : bottom);
+      ctx.lineTo(pixel, page.compares ? top + 4 * ratio : bottom);
     }
     ctx.stroke();
   });

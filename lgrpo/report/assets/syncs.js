@@ -10,7 +10,7 @@ function showSyncs(page) {
   const order = (key) => (row) => (key === "run" ? rows[row].run : key === "since" ? since(row) : value(row, key));
   const columns = syncColumns(value, since);
   if (page.several) {
-    const cell = (row) => [dot(rows[row].run), page.runs[rows[row].run].name];
+    const cell = (row) => [dot(colourOf(page, rows[row].run)), page.runs[rows[row].run].name];
     columns.unshift({ title: "run", key: "run", cell });
   }
   const table = createTable({ id: "syncs", columns, count: rows.length, size: 12, order });

@@ -5,7 +5,8 @@ const systemDark = matchMedia("(prefers-color-scheme: dark)");
 
 function applyTheme() {
   const chosen = saved.get("theme");
-  const isDark = chosen ? chosen === "dark" : systemDark.matches;
+  const isPrinting = document.documentElement.classList.contains("printing"); // paper is white
+  const isDark = isPrinting ? false : chosen ? chosen === "dark" : systemDark.matches;
   document.documentElement.classList.toggle("dark", isDark);
   document.documentElement.style.colorScheme = isDark ? "dark" : "light";
 }
