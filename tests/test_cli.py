@@ -27,7 +27,7 @@ from lgrpo.run.folder import RunFolder
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PAPERS = {f"papers/{name}.yaml" for name in ("a_gsm8k", "a_deepscaler", "b_gsm8k", "b_math")}
-BASES = {"on_policy.yaml", "demo.yaml", "tiny.yaml"} | PAPERS
+BASES = {"on_policy.yaml", "demo.yaml", "tiny.yaml", "quickstart_gsm8k.yaml"} | PAPERS
 ALL = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if path.parent.name != "sweeps")
 QUICK = [
     "--data.num_rollouts=3",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import string
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.helpers import MODEL
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -13,13 +18,60 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SOURCES = [ROOT / "README.md", *sorted((ROOT / "tutorials" / "pages").glob("*.md"))]
 
 
-def test_the_python_example(tmp_path, monkeypatch, capsys):
-    """Run the example of the README, with fewer rollouts."""
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "trainer.fit" in block]
+def example(text):
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "trainer.fit" in block]
+    return code
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_quick_start(tmp_path, monkeypatch):
+    """Run the example of the README with a small model, two problems and the embedded engine."""
+    rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in (3, 4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = example(README)
+    for name, other in {
+        '"Qwen/Qwen2.5-1.5B-Instruct"': 'config=SIZE | {"max_position_embeddings": 512}, characters=printable',
+        "VLLMEngine(gpu_memory_utilization=0.3, max_model_len=640)": "TransformersEngine()",
+        "import VLLMEngine": "import TransformersEngine",
+        "GSM8K(": 'GSM8K("rows.jsonl", "rows.jsonl", ',
+        ", chat=True": "",
+        "num_prompts=32, group_size=16, num_rollouts=40": "num_prompts=2, group_size=4, num_rollouts=2",
+        "max_tokens=320": "max_tokens=8",
+        'precision="bf16-mixed", accumulate_grad_batches=16': "accumulate_grad_batches=2, logger=False",
+    }.items():
+        assert name in code, name
+        code = code.replace(name, other)
+    monkeypatch.chdir(tmp_path)
+    names = {"SIZE": MODEL, "printable": string.printable}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["trainer"].global_step == 2
+
+
+def test_the_quick_start_has_the_settings_of_its_config():
+    config, code = yaml.safe_load((ROOT / "configs" / "quickstart_gsm8k.yaml").read_text("utf-8")), example(README)
+    data, trainer = config["data"], config["trainer"]
+    for setting in (
+        config["model"]["policy"]["name"],
+        f"lr={config['model']['optimizer']['init_args']['lr']:g}".replace("e-06", "e-6"),
+        f"num_prompts={data['num_prompts']}, group_size={data['group_size']}, num_rollouts={data['num_rollouts']}",
+        f"max_tokens={data['sampling']['max_tokens']}",
+        f"period={config['weight_sync']['period']}",
+        f"accumulate_grad_batches={trainer['accumulate_grad_batches']}",
+        *(f"{name}={value}" for name, value in data["engine"]["init_args"].items()),
+    ):
+        assert setting in code
+
+
+def test_the_demo_in_python(tmp_path, monkeypatch, capsys):
+    """Run the example of the page, with fewer rollouts."""
+    code = example((ROOT / "tutorials" / "pages" / "commands.md").read_text(encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
     shorter = code.replace("num_rollouts=100", "num_rollouts=3").replace("max_epochs=8", "max_epochs=1")
     assert shorter != code
-    exec(compile(shorter, "README.md", "exec"), {})
+    exec(compile(shorter, "commands.md", "exec"), {})
     assert float(capsys.readouterr().out.strip().splitlines()[-1].removeprefix("tensor(").removesuffix(")")) > 0.2
     assert not (tmp_path / "completions.jsonl").exists()
 
