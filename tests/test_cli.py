@@ -24,10 +24,11 @@ from lgrpo.commands.settings import parse_settings
 from lgrpo.functional import named_checksums
 from lgrpo.report import read_series
 from lgrpo.run.folder import RunFolder
+from tests.helpers import tiny_policy
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PAPERS = {f"papers/{name}.yaml" for name in ("a_gsm8k", "a_deepscaler", "b_gsm8k", "b_math")}
-BASES = {"on_policy.yaml", "demo.yaml", "tiny.yaml", "quickstart_gsm8k.yaml"} | PAPERS
+BASES = {"on_policy.yaml", "demo.yaml", "tiny.yaml", "quickstart_gsm8k.yaml", "your_own.yaml"} | PAPERS
 ALL = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if path.parent.name != "sweeps")
 QUICK = [
     "--data.num_rollouts=3",
@@ -41,7 +42,8 @@ def with_base(name: str) -> list[str]:
     files = [name] if name in BASES else ["on_policy.yaml", name]
     if name == "papers/a_reuse.yaml":
         files[0] = "papers/a_gsm8k.yaml"
-    return [f"--config={CONFIGS / file}" for file in files]
+    own = ["--model.policy.name=nobody/model", "--data.task.train=my.jsonl"] if name == "your_own.yaml" else []
+    return [*(f"--config={CONFIGS / file}" for file in files), *own]
 
 
 def lgrpo(*arguments: str, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess:
@@ -56,6 +58,38 @@ def test_every_config_parses_and_builds(name):
     assert cli.trainer.callbacks
     assert cli.model.policy is not None
     assert cli.datamodule.group_size >= 2
+
+
+@pytest.fixture
+def your_own(tmp_path):
+    """Return the options for a model and data of the user."""
+    policy = tiny_policy()
+    policy.build()
+    policy.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}>{% endfor %}"
+    policy.model.save_pretrained(tmp_path / "model")
+    policy.tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"question": str(n), "answer": str(n % 7)} for n in range(8)]
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"--model.policy.name={tmp_path / 'model'}", f"--data.task.train={tmp_path / 'my.jsonl'}"]
+    sizes = ["--data.num_prompts=4", "--data.group_size=2", "--data.sampling.max_tokens=6"]
+    return ["--config=your_own", *given, *sizes, "--trainer.accelerator=cpu"]
+
+
+def test_your_own_model_and_data(your_own, tmp_path):
+    main(["fit", *your_own, f"--run={tmp_path / 'run'}"])
+    series = read_series(tmp_path / "run")
+    assert [step for step, _ in series["rollout/reward"]] == [0, 1]
+    assert "val/pass@1" not in series
+    main(["fit", *your_own, f"--run={tmp_path / 'validated'}", "--data.task.num_held_out=4"])
+    assert [step for step, _ in read_series(tmp_path / "validated")["val/pass@1"]] == [0, 1]
+
+
+def test_your_own_without_model_or_data(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config=your_own", f"--run={tmp_path / 'run'}"])
+    assert "lgrpo: data.task: lgrpo.tasks.DatasetTask needs train (--data.task.train …)\n" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"a policy has a policy\.name or a policy\.config"):
+        main(["fit", "--config=your_own", "--data.task.train=my.jsonl", f"--run={tmp_path / 'run'}"])
 
 
 def test_each_schedule_is_a_config():

@@ -87,6 +87,10 @@ class RowRenderer:
         if fields and all(str(row[name]).strip() == "" for name in fields):
             raise ValueError(f"prompt {index} of the {self.split} set is empty: {dict(row)}")
         try:
+            self.task.template.check_messages(row)
+        except ValueError as error:
+            raise ValueError(f"row {index} of the {self.split} set: {error}") from error
+        try:
             reward.check_row(row)
         except ValueError as error:
             raise ValueError(f"no answer to row {index} of the {self.split} set can be scored: {error}") from error

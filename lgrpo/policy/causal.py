@@ -86,7 +86,7 @@ class CausalPolicy(nn.Module):
         """
         super().__init__()
         if (name is None) == (config is None):
-            raise ValueError("a policy is given by its name or by a config to initialise it from: set one of the two")
+            raise ValueError("a policy has a policy.name or a policy.config to initialise it from: set one of the two")
         if config is not None and "model_type" not in config:
             raise ValueError(f"policy.config has no model_type (it has {sorted(config)}): set it to qwen2, llama, …")
         if tokenizer is not None and characters is not None:

@@ -29,6 +29,14 @@ class ExactMatch(Reward):
     def required_fields(self) -> set[str]:
         return {self.field}
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        answer = row[self.field]
+        if not isinstance(answer, str | int):
+            raise ValueError(
+                f"field {self.field!r} of the data is {answer!r}, and ExactMatch would compare completions with "
+                f"{str(answer)!r}: write answers as text or integers, or use NumericMatch"
+            )
+
     def score(self, prompt: Prompt, completion: Completion) -> float:
         return float(completion.text.strip() == str(prompt.row[self.field]).strip())
 

@@ -18,9 +18,10 @@ class Template:
     """Prompt with a row's fields filled in, as plain text or as a chat, optionally after solved examples."""
 
     prompt: str = "{question}"
-    """Text with the row's fields in braces; literal braces are doubled."""
+    """Text with the row's fields in braces; literal braces are doubled. A field that holds a list of messages (objects
+    with role and content) must stand alone, ``{prompt}``: it is the conversation, which needs ``chat``."""
     system: str | None = None
-    """System message of a chat."""
+    """System message of a chat. A row of messages that has its own keeps that."""
     chat: bool = False
     """Whether to wrap the prompt in the tokenizer's chat template."""
     examples: list[dict[str, Any]] | None = None
@@ -56,6 +57,7 @@ class Template:
                 raise ValueError(f"example {index} of the template has no {missing}, only {sorted(row)}")
             if not self.example_answer.format_map(row).strip():
                 raise ValueError(f"example {index} has an empty answer: check template.example_answer")
+            self.check_messages(row)
 
     def fields(self) -> set[str]:
         """Return the fields of a row that the template reads.
@@ -76,19 +78,49 @@ class Template:
 
     def text(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the prompt's text."""
-        text = self.prompt.format_map(row)
-        solved = [(self.prompt.format_map(e), self.example_answer.format_map(e)) for e in self.examples or []]
         if not self.chat:
-            return self.separator.join([*(question + answer for question, answer in solved), text])
+            solved = [self.prompt.format_map(e) + self.example_answer.format_map(e) for e in self.examples or []]
+            return self.separator.join([*solved, self.prompt.format_map(row)])
         if tokenizer.chat_template is None:
-            raise ValueError("template.chat is set, but the tokenizer has no chat template")
-        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-        for question, answer in solved:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        messages.append({"role": "user", "content": text})
+            raise ValueError("template.chat is true, but the tokenizer has no chat template: set it to false")
+        messages: list[Mapping[str, str]] = []
+        for example in self.examples or []:
+            messages += [message for message in self._messages(example) if message["role"] != "system"]
+            messages.append({"role": "assistant", "content": self.example_answer.format_map(example)})
+        question = self._messages(row)
+        if question[0]["role"] == "system":
+            messages.insert(0, question.pop(0))
+        elif self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        messages += question
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **(self.chat_options or {})
         )
+
+    def check_messages(self, row: Mapping[str, Any]) -> None:
+        """Raise a ``ValueError`` if a row holds a list of messages that cannot be the prompt."""
+        for name in sorted(_expressions(self.prompt) & self.fields()):  # not those such as {prompt[0][content]}
+            if not _is_conversation(row[name]):
+                continue
+            if self.prompt.strip() != f"{{{name}}}":
+                raise ValueError(
+                    f"field {name!r} is a list of messages, which template.prompt {self.prompt!r} would print as code: "
+                    f'set it to "{{{name}}}" and template.chat to true'
+                )
+            if not self.chat:
+                raise ValueError(f"field {name!r} is a list of messages: set template.chat to true")
+            for message in row[name]:
+                if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                    raise ValueError(f"field {name!r} has a message without role or content as text: {message}")
+            if (last := row[name][-1])["role"] != "user" or not last["content"].strip():
+                raise ValueError(f"the last message of field {name!r} must be one of the user, not {dict(last)}")
+
+    def _messages(self, row: Mapping[str, Any]) -> list[Mapping[str, str]]:
+        """Return the conversation that a row holds, or its prompt as the message of a user."""
+        name = self.prompt.strip()[1:-1]
+        if name in self.fields() and _is_conversation(row[name]):
+            return [{"role": message["role"], "content": message["content"]} for message in row[name]]
+        return [{"role": "user", "content": self.prompt.format_map(row)}]
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -101,5 +133,22 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _fields(text: str) -> set[str]:
-    names = (name for _, name, _, _ in string.Formatter().parse(text) if name is not None)
-    return {name.split(".")[0].split("[")[0] for name in names}
+    return {name.split(".")[0].split("[")[0] for name in _expressions(text)}
+
+
+def _expressions(text: str) -> set[str]:
+    """Return what is in braces.
+
+    >>> sorted(_expressions("{question}: {options[0]}"))
+    ['options[0]', 'question']
+    """
+    return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+
+
+def _is_conversation(value: object) -> bool:
+    """Return whether a value is a list of objects.
+
+    >>> [_is_conversation(value) for value in ([{"role": "user", "content": "1+1"}], [1, 2], "1+1", [])]
+    [True, False, False, False]
+    """
+    return isinstance(value, list) and value != [] and all(isinstance(item, Mapping) for item in value)

@@ -26,7 +26,7 @@ from lgrpo.rewards import (
     as_reward,
 )
 from lgrpo.rewards.base import checked_rewards
-from lgrpo.tasks import SortDigits
+from lgrpo.tasks import DatasetTask, SortDigits
 from tests.helpers import LowDigits, fit
 
 
@@ -306,3 +306,14 @@ data:
         "reward/math_std": 0.0,
     }
     reward.rewards["math"].close()
+
+
+@pytest.mark.parametrize("answer", [["1"], 1.0, {"value": 1}])
+def test_answers_that_exact_match_cannot_match(answer):
+    task = DatasetTask(ExactMatch(), [{"question": "1", "answer": answer}])
+    with pytest.raises(
+        ValueError, match=r"no answer to row 0 of the train set.*write answers as text or integers"
+    ) as e:
+        fit(data={"task": task})
+    assert repr(answer) in str(e.value)
+    ExactMatch().check_row({"answer": 1})
