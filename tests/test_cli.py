@@ -534,7 +534,11 @@ def test_help_reads_well():
         "Temperature of the softmax",
     ):
         assert line in text, line
-    assert {"--data.engine", "--model.loss", "--trainer.callbacks", "--checkpoint.save_last"} <= {*text.split()}
+    assert {"--data.engine", "--model.loss"} <= {*text.split()}
+    lightning = {"--trainer.callbacks", "--checkpoint.save_last"}
+    assert not lightning & {*text.split()}
+    assert "--help_all also lists Lightning's settings" in text.splitlines()[-1]
+    assert lightning <= {*lgrpo("fit", "--help_all").stdout.split()}
 
 
 def test_help_of_a_class_and_short_names():

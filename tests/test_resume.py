@@ -17,6 +17,7 @@ from lgrpo.advantages import DropNegatives, ExponentiallyWeighted
 from lgrpo.callbacks import ExactResume, GracefulInterrupt, RolloutLog
 from lgrpo.data import DynamicSampling
 from lgrpo.report import read_series
+from lgrpo.run.resume import ResumeError
 from lgrpo.tasks import SortDigits
 from tests.helpers import MODEL, build, fit, largest_difference, tiny_policy
 
@@ -102,6 +103,15 @@ def test_from_every_step(tmp_path, centre):
         sampled = run.recorder.rollouts
         expected = straight.recorder.rollouts[len(straight.recorder.rollouts) - len(sampled) :]
         assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(sampled, expected, strict=True))
+
+
+def test_not_from_a_checkpoint_without_the_optimizer(tmp_path):
+    own = settings(tmp_path, ClippedLoss(kl_coef=0.1)) | {"rollouts": 1, "epochs": 1}
+    own["callbacks"].append(ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True))
+    own["trainer"] |= {"enable_checkpointing": True}
+    fit(**own)
+    with pytest.raises(ResumeError, match=r"holds weights only .* lgrpo export"):
+        fit(**settings(tmp_path, ClippedLoss(kl_coef=0.1)), ckpt_path=str(tmp_path / "weights.ckpt"))
 
 
 def test_across_changes_of_v_and_of_the_clip(tmp_path):

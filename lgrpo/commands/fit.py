@@ -36,6 +36,8 @@ from lgrpo.callbacks import (
 from lgrpo.commands import COMMANDS, INTERRUPTED, RESUMABLE
 from lgrpo.commands.class_change import reset_replaced_tasks
 from lgrpo.commands.evaluate import add_config_of_run, evaluate_checkpoints, logged_metrics, print_metrics
+from lgrpo.commands.help_text import OPTION as HELP_ALL
+from lgrpo.commands.help_text import shorten_help
 from lgrpo.commands.parser_errors import report_errors
 from lgrpo.commands.raw_strings import restore_raw_strings
 from lgrpo.commands.reward_functions import with_reward_functions
@@ -85,6 +87,8 @@ class LGRPOCLI(LightningCLI):
 
     def __init__(self, args: list[str] | None, run: bool = True) -> None:
         self._command = args[0] if run and args else None
+        self._shows_all = HELP_ALL in (args or [])
+        args = None if args is None else ["--help" if arg == HELP_ALL else arg for arg in args]
         options = {
             name: {"description": COMMANDS[name].summary, "epilog": f"Example: {EXAMPLES[name]}"}
             for name in self.subcommands()
@@ -108,6 +112,11 @@ class LGRPOCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = super().init_parser(**kwargs)
         report_errors(parser)
+        return parser
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        shorten_help(parser, subcommand, self._shows_all)
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
