@@ -110,7 +110,7 @@ def test_not_from_a_checkpoint_without_the_optimizer(tmp_path):
     own["callbacks"].append(ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True))
     own["trainer"] |= {"enable_checkpointing": True}
     fit(**own)
-    with pytest.raises(ResumeError, match=r"holds weights only .* lgrpo export"):
+    with pytest.raises(ResumeError, match=r"holds weights only .*lgrpo export"):
         fit(**settings(tmp_path, ClippedLoss(kl_coef=0.1)), ckpt_path=str(tmp_path / "weights.ckpt"))
 
 
