@@ -155,6 +155,7 @@ def test_a_callback_that_writes_to_another_field(way):
         fit(callbacks=[Writing()])
 
 
+@pytest.mark.slow("starts two ranks")
 def test_prompts_not_divisible_by_the_number_of_ranks(tmp_path):
     command = [sys.executable, "-m", "tests.processes.two_processes", "2", str(tmp_path / "out"), "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

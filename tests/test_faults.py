@@ -328,6 +328,7 @@ def grad_norms(logged):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "fsdp2"])
+@pytest.mark.slow("starts two ranks, several times")
 def test_a_policy_sharded_over_two_processes(tmp_path, kind):
     """Resuming inside a cycle and inside a rollout is bit-exact. Sharded checkpoints are folders."""
     command = [sys.executable, "-m", "tests.processes.two_shards", kind, str(tmp_path), "3", "6"]
@@ -484,6 +485,7 @@ can_mount = subprocess.run([*IN_A_NAMESPACE, "mount -t tmpfs none /mnt"], captur
 
 @pytest.mark.skipif(not can_mount, reason="needs user namespaces, to mount a small disk")
 @pytest.mark.parametrize("fault", ["full", "read-only"])
+@pytest.mark.slow("starts several runs")
 def test_a_disk_that_fills_up_or_becomes_read_only(tmp_path, fault):
     """Training continues to its end on a real disk of 12 MiB, and reports each failed write."""
     (tmp_path / "disk").mkdir()
@@ -563,6 +565,7 @@ def assert_same_end(one, other):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.slow("starts several runs")
 def test_a_signal_writes_a_checkpoint_and_sets_the_exit_code(tmp_path, straight, number):
     run = tmp_path / "run"
     # the tests may run under nohup, which ignores SIGHUP
@@ -580,6 +583,7 @@ def test_a_signal_writes_a_checkpoint_and_sets_the_exit_code(tmp_path, straight,
     assert_same_end(straight, run)
 
 
+@pytest.mark.slow("starts several runs")
 def test_slurm_requeues_through_lightnings_plugin(tmp_path, straight):
     """Simulate SLURM by its environment variables and a ``scontrol`` script that records its arguments."""
     run, tools = tmp_path / "run", tmp_path / "bin"
@@ -696,6 +700,7 @@ def test_a_checkpoint_executes_no_code(tmp_path):
     ],
     ids=["code of a model", "another model", "class"],
 )
+@pytest.mark.slow("starts the command for each case")
 def test_a_checkpoint_changes_no_setting(tmp_path, monkeypatch, command, setting):
     """LightningCLI would merge the ``hyper_parameters`` of a checkpoint into the configuration."""
     run, executed = tmp_path / "run", tmp_path / "executed"

@@ -61,6 +61,7 @@ def warm(tmp_path_factory):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow("trains each method")
 def test_thirty_steps_on_the_demonstration(method, warm, tmp_path):
     overlay = f"--config={CONFIGS / 'algorithms' / method}.yaml"
     options = ("--weight_sync.period=5", "--data.num_rollouts=30", "--trainer.callbacks=[]")
@@ -78,6 +79,7 @@ def test_thirty_steps_on_the_demonstration(method, warm, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow("parses the command line for each method")
 def test_overlays_replace_each_other_completely(method, tmp_path):
     """The config of a method over that of another is the first method's."""
 
@@ -121,6 +123,7 @@ def test_a_users_gate(tmp_path, monkeypatch, capsys):
     assert any(row["train/clip_fraction_low"] + row["train/clip_fraction_high"] > 0 for row in run.logged)
 
 
+@pytest.mark.slow("trains nine times")
 class TestDataShaping:
     class Often(Reward):
         """Reward of four in five completions, whatever the prompt: many groups of four have no variance."""

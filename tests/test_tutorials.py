@@ -24,6 +24,7 @@ def test_all_notebooks_exist_and_are_linked():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.slow("runs every notebook")
 def test_notebook_runs(executed, path):
     notebook, _, error = executed[path]
     assert error is None, error

@@ -26,6 +26,8 @@ from tests.benchmarks.systems import Work
 from tests.benchmarks.workload import lengths, make_model, prompt_texts
 from tests.processes.alive import until_all_ended
 
+pytestmark = pytest.mark.slow("starts the benchmarks, most of them beside TRL")
+
 KEPT = page.kept()
 SIZE = "--prompts 2 --group 4 --prompt-tokens 4 --completion-tokens 6 --mean-tokens 5 --cap-tokens 12 --steps 1"
 STEP = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--threads", "1", *SIZE.split()]

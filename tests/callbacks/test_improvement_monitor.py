@@ -172,6 +172,7 @@ def test_rewards_outside_the_range_of_the_theorem(tmp_path):
     assert not any(name.startswith("monitor/bound") for name in names)
 
 
+@pytest.mark.slow("starts two ranks")
 def test_two_processes_give_the_metrics_of_one(tmp_path):
     rows = {}
     for devices in (1, 2):

@@ -129,6 +129,7 @@ def check_the_tokenizer(server, monkeypatch):
             engine.load_weights(policy.weights(), 0)
 
 
+@pytest.mark.slow("starts a server")
 def test_vllm_serves_the_folder(lora_run, tmp_path, monkeypatch):
     """vLLM reads tokenizer and settings from the folder, and returns the policy's log-probabilities."""
     pytest.importorskip("vllm")

@@ -312,6 +312,7 @@ data:
     ("command", "number", "code"),
     [("test", signal.SIGTERM, 143), ("fit", signal.SIGINT, 130), ("fit", signal.SIGTERM, 143)],
 )
+@pytest.mark.slow("starts several runs")
 def test_a_run_that_waits_for_scores_can_be_stopped(tmp_path, command, number, code):
     """Every worker hangs for half an hour; a signal ends all processes."""
     (tmp_path / "graders.py").write_text("import time\n\ndef wait(text, row):\n    time.sleep(1800)\n")
@@ -356,6 +357,7 @@ def waiting_workers(parent: int) -> list[int]:
     raise AssertionError("no worker was started")
 
 
+@pytest.mark.slow("starts two ranks")
 def test_two_processes_give_the_results_of_one(tmp_path):
     """Two tasks of 11 problems each: one rank takes six, the other five."""
     found = []

@@ -27,6 +27,7 @@ def weights_of(policy):
     [VLLMEngine, lambda: EnginePool(VLLMEngine(max_model_len=32), num_processes=1), VLLMServerEngine],
     ids=["in process", "pool", "server"],
 )
+@pytest.mark.slow("starts vLLM in process, in a pool and as a server")
 def test_trainers_precision_is_used(make):
     """Syncs are verified in that precision, also later ones, and one after a resume."""
     pytest.importorskip("vllm")

@@ -434,6 +434,7 @@ class TestAgainstPaddedRows:
         got = gradients_of(packed, batch, packed(batch.tokens, batch.completion_mask, 1.0)[0])
         assert relative_difference(got, expected) < 1e-5
 
+    @pytest.mark.slow("compiles")
     def test_compiled_once_for_all_shapes(self):
         plain, compiled = self.both(compile=True)
 
@@ -451,6 +452,7 @@ class TestAgainstPaddedRows:
             check(*shape)
         assert graphs["unique_graphs"] == before + 1
 
+    @pytest.mark.slow("compiles")
     def test_compiled_layers_keep_part_of_their_activations(self):
         """Several policies in one process have different budgets."""
         batch, kept = a_rollout(), {}

@@ -9,6 +9,8 @@ import pytest
 
 from tests.stress import mutants
 
+pytestmark = pytest.mark.slow("starts the tests of mutants")
+
 SOURCE = '''"""Docstring 1."""
 
 LIMIT: int = 3

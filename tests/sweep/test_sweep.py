@@ -204,6 +204,7 @@ def sweep_in(folder, path, breaks):
         return output.getvalue(), ""
 
 
+@pytest.mark.slow("starts several runs")
 def test_a_failed_run_does_not_stop_the_others(swept):
     folder, (output, end), _ = swept
     assert re.search(r"fragile, seed 1: FAILED with status 1, see .*fragile/seed-1\.log", output)
@@ -262,6 +263,7 @@ def test_nothing_runs_if_a_name_is_wrong(tmp_path):
         main(["sweep", str(path), "--jobs=0"])
 
 
+@pytest.mark.slow("starts several runs")
 def test_runs_write_checkpoints_on_ctrl_c(tmp_path):
     long = {"arms": {"long": {"settings": {"data.num_rollouts": 5000}}}, "seeds": [3]}
     path = grid_file(tmp_path, **long)

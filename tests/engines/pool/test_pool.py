@@ -175,6 +175,7 @@ class Slow(TransformersEngine):
         return super().generate(prompts, *settings)
 
 
+@pytest.mark.slow("waits for a time limit")
 def test_unread_request_does_not_shorten_the_time_limit(policy):
     """The time limit of the other workers starts after the stopped one has exceeded its own."""
     pool = EnginePool(Slow(), num_processes=2)
@@ -194,6 +195,7 @@ def test_unread_request_does_not_shorten_the_time_limit(policy):
 
 
 @pytest.mark.parametrize("where", ["receive_weights", "held_checksums"])
+@pytest.mark.slow("starts workers again")
 def test_replacement_fails(policy, monkeypatch, where):
     """A replacement that fails in a sync, or while it is verified, counts as one more failure."""
     pool = EnginePool(TransformersEngine(), num_processes=2)
@@ -245,6 +247,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow("waits for processes to end")
 def test_blocked_worker_ends_with_the_trainer():
     with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True) as trainer:
         pid, folder = trainer.stdout.readline().split()
@@ -426,6 +429,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow("waits for processes to end")
 def test_workers_end_with_the_trainer():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     folder, *pids = parent.stdout.readline().split()
@@ -441,6 +445,7 @@ def test_workers_end_with_the_trainer():
     assert not Path(folder).exists()
 
 
+@pytest.mark.slow("starts vLLM in two processes")
 def test_vllm_in_two_processes(policy):
     pytest.importorskip("vllm")
     pool = EnginePool(VLLMEngine(max_model_len=32))

@@ -58,6 +58,7 @@ def take_part(rank, store):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow("starts two ranks")
 def test_all_ranks_take_the_same_tensors(tmp_path):
     """Rank 0 stops early, iterates again, and fails; the other rank takes every tensor that it gathers."""
     mp.spawn(take_part, (tmp_path / "store",), nprocs=2)

@@ -166,6 +166,7 @@ def test_another_client_syncs_the_server_during_a_request(policy, engine, runnin
     assert groups == expected
 
 
+@pytest.mark.slow("starts a server")
 class TestPrefixCache:
     """Neither keys nor values of the previous weights are read after a sync.
 
@@ -224,6 +225,7 @@ def test_syncs_work_after_an_error(policy, engine):
     assert mismatch(policy, questions, groups) <= TOLERANCE
 
 
+@pytest.mark.slow("starts a server")
 def test_a_server_that_returns_raw_logprobs(policy):
     engine = VLLMServerEngine(options={"logprobs_mode": "raw_logprobs"})
     expected = r"returns raw_logprobs, not log-probabilities of .*Start it with --logprobs-mode processed_logprobs"
@@ -261,6 +263,7 @@ def test_a_wrong_request_is_not_a_failure_of_the_server(policy, engine):
     assert engine.faults == before
 
 
+@pytest.mark.slow("starts a server")
 def test_no_memory_for_the_cache(policy):
     engine = VLLMServerEngine(kv_cache_gib=1e-6)
     with pytest.raises(EngineError, match=r"ended with exit code 1\. Its log says(.|\n)*(KV cache|memory)"):
@@ -286,6 +289,7 @@ def test_interrupted_between_two_starts(policy, monkeypatch):
     engine.close()
 
 
+@pytest.mark.slow("starts servers")
 def test_a_failed_run_leaves_no_server(tmp_path):
     """Neither server nor files are left after a process ends with an error while its server runs."""
     script = (

@@ -100,6 +100,7 @@ def test_killed_and_out_of_memory_during_a_generation(policy, engine):
         assert "POST /v1/completions" in server.log.read_text(), "the restarted servers were used"
 
 
+@pytest.mark.slow("starts servers")
 def test_killed_and_hung_during_a_sync(policy, engine):
     """Both fail while the weights are being written. They restart with the new weights."""
     killed, hung = engine.group.servers
@@ -144,6 +145,7 @@ def url_engine(engine, policy, monkeypatch):
     url_engine.close()
 
 
+@pytest.mark.slow("starts servers")
 def test_a_server_of_urls_that_hangs_is_left_out_until_the_next_sync(policy, engine, url_engine):
     questions, hung = prompts(policy, *TEXTS * 8), engine.group.servers[0]
     expected = url_engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer)
@@ -164,6 +166,7 @@ def test_a_server_of_urls_that_hangs_is_left_out_until_the_next_sync(policy, eng
     assert mismatch(policy, questions, url_engine.generate(questions, 4, SAMPLING, 0, policy.tokenizer)) <= TOLERANCE
 
 
+@pytest.mark.slow("starts servers")
 def test_a_server_of_urls_that_is_restarted_gets_its_weights_again(policy, engine, url_engine):
     """It restarts with the weights it was first started from, which are different."""
     questions, server, group = prompts(policy, *TEXTS * 8), engine.group.servers[0], url_engine.group

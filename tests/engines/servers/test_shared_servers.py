@@ -15,6 +15,8 @@ from tests.engines.vllm.test_vllm import TOLERANCE
 from tests.helpers import largest_difference
 from tests.processes.two_servers import make, weights
 
+pytestmark = pytest.mark.slow("starts servers for two ranks")
+
 ROOT = Path(__file__).parents[3]
 
 

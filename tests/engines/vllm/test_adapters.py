@@ -44,6 +44,7 @@ def drift(engine, policy):
     return mismatch(policy, prompts(policy, *TEXTS), sample(engine, policy))
 
 
+@pytest.mark.slow("starts vLLM twice")
 def test_samples_from_the_adapters(engine, policy):
     assert drift(engine, policy) < TOLERANCE
     perturb(policy)
@@ -110,6 +111,7 @@ def test_mismatch_names_the_tensor(engine, policy, monkeypatch):
     assert drift(engine, policy) < TOLERANCE
 
 
+@pytest.mark.slow("starts a server")
 def test_killed_server(engine, policy):
     """The restarted server loads base and adapter, and gives the same answers."""
     if not isinstance(engine, VLLMServerEngine):
@@ -121,6 +123,7 @@ def test_killed_server(engine, policy):
     assert engine.faults.num_restarts == 1
 
 
+@pytest.mark.slow("starts vLLM twice")
 def test_resume(engine, tmp_path):
     """A run resumed inside a cycle, with the engine's adapters, ends the same."""
     if isinstance(engine, VLLMServerEngine):

@@ -111,6 +111,7 @@ def always_failing(engine, fault):
     engine._build = build
 
 
+@pytest.mark.slow("starts vLLM again")
 def test_repeated_failures(policy, engine):
     """The run stops with advice, the weights can still be saved, and the next sync works."""
     held = engine.held_weights()
@@ -130,6 +131,7 @@ def test_repeated_failures(policy, engine):
     assert mismatch(policy, questions, engine.generate(questions, 2, SAMPLING, 0, policy.tokenizer)) <= TOLERANCE
 
 
+@pytest.mark.slow("starts vLLM again")
 def test_no_memory_to_rebuild(policy, engine):
     """The weights were rescued before: they are in the checkpoint that is written at the end."""
     held = engine.held_weights()
@@ -145,6 +147,7 @@ def test_no_memory_to_rebuild(policy, engine):
     engine.load_weights(policy.weights(), step=7)
 
 
+@pytest.mark.slow("starts vLLM again")
 def test_damaged_weights_are_neither_sampled_nor_saved(policy, engine):
     def damaging(model, arguments):
         model.model.norm.weight.data.mul_(1.5)

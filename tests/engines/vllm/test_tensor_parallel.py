@@ -12,6 +12,8 @@ from lgrpo.engines.weight_files import read_folder
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, mismatch, prompts
 from tests.helpers import MODEL, tiny_policy
 
+pytestmark = pytest.mark.slow("starts vLLM in two processes")
+
 pytest.importorskip("vllm")
 
 SIZES = {  # fewer key and value heads than workers: both workers have the same head

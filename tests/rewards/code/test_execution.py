@@ -321,6 +321,7 @@ def test_background_processes_end_with_the_program(marker):
     assert living(marker) == []
 
 
+@pytest.mark.slow("waits for processes to end")
 def test_programs_end_with_a_killed_worker(marker):
     program = f"import subprocess\nsubprocess.run(['sleep', '{marker}'])"
     reward = Isolated(code(timeout=60), Scoring(num_workers=1, timeout=2.0, failure_score=-1.0))

@@ -259,6 +259,7 @@ def test_reward_of_a_script_without_a_main_guard_runs(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["nothing", "hang in C"])
+@pytest.mark.slow("waits for processes to end")
 def test_killed_trainer_leaves_no_worker(text):
     """No process is left that would end them."""
     code = (
@@ -341,6 +342,7 @@ def test_reward_that_cannot_be_pickled_is_named():
     reward.close()
 
 
+@pytest.mark.slow("waits for processes to end")
 class TestEscapedProcesses:
     """A reward may fork and call ``setsid``: no signal to the worker's process group reaches such processes."""
 
