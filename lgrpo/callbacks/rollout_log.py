@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lgrpo.callbacks.jsonl import append_lines
 from lgrpo.checks import check_count
@@ -80,3 +80,6 @@ def _log_table(logger: Logger, table: list[dict[str, Any]], step: int) -> None:
         logger.log_table(
             "rollout/completions", columns=list(COLUMNS), data=[list(r.values()) for r in table], step=step
         )
+    elif isinstance(logger, MLFlowLogger) and logger.run_id is not None:
+        columns = {name: [row[name] for row in table] for name in COLUMNS}
+        logger.experiment.log_table(logger.run_id, columns, "completions.json")  # appends

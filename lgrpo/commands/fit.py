@@ -15,7 +15,6 @@ from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lgrpo import recordings  # noqa: F401  (so that short class names find its engine and callback)
@@ -38,6 +37,7 @@ from lgrpo.commands.class_change import reset_replaced_tasks
 from lgrpo.commands.evaluate import add_config_of_run, evaluate_checkpoints, logged_metrics, print_metrics
 from lgrpo.commands.help_text import OPTION as HELP_ALL
 from lgrpo.commands.help_text import shorten_help
+from lgrpo.commands.loggers import LoggerName, log_settings, make_loggers
 from lgrpo.commands.parser_errors import report_errors
 from lgrpo.commands.raw_strings import restore_raw_strings
 from lgrpo.commands.reward_functions import with_reward_functions
@@ -47,7 +47,6 @@ from lgrpo.module import GRPOModule
 from lgrpo.report import closing_line, draw_curves, read_series
 from lgrpo.run.checkpoints import write_atomically
 from lgrpo.run.folder import RunFolder
-from lgrpo.run.metrics_logger import MetricsLogger
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help texts of Sampling, Timeouts, Evaluation, …
 reset_replaced_tasks()
@@ -134,6 +133,14 @@ class LGRPOCLI(LightningCLI):
             help="Folder of a run whose checkpoints are all evaluated (validate and test only), with the config of "
             "that run unless --config is given.",
         )
+        parser.add_argument(
+            "--log",
+            type=LoggerName,
+            nargs="+",
+            default=None,
+            help="Loggers besides metrics.csv, which is always written: csv (nothing else), tensorboard, wandb, "
+            "mlflow. Default: tensorboard if it is installed.",
+        )
         for key, callback in CALLBACK_KEYS.items():
             parser.add_subclass_arguments(callback, key, required=False)
         parser.add_class_arguments(ModelCheckpoint, "checkpoint")
@@ -185,7 +192,9 @@ class LGRPOCLI(LightningCLI):
                 settings.checkpoint.dirpath = settings.checkpoint.dirpath or str(self.folder.path / "checkpoints")
                 callbacks.append(settings.checkpoint)
             if settings.trainer.logger in (None, True):
-                kwargs["logger"] = default_loggers(self.folder.path)
+                kwargs["logger"] = make_loggers(self.folder.path, settings.log)
+            elif settings.log is not None:
+                raise SystemExit("lgrpo: --log and trainer.logger both choose loggers: give one of them")
         else:
             callbacks.append(StopOnSigterm())
             kwargs["enable_checkpointing"] = False
@@ -264,7 +273,10 @@ class SaveConfig(SaveConfigCallback):
             folder = Path(trainer.default_root_dir)
             attempts = len(list(folder.glob("config*.yaml")))
             path = folder / ("config.yaml" if attempts == 0 else f"config-{attempts + 1}.yaml")
-            path.write_text(self.parser.dump(self.config, skip_none=False), encoding="utf-8")
+            text = self.parser.dump(self.config, skip_none=False)
+            path.write_text(text, encoding="utf-8")
+            if attempts == 0:
+                log_settings(trainer, text)
 
 
 def check_accelerator(name: Any) -> None:
@@ -274,14 +286,6 @@ def check_accelerator(name: Any) -> None:
             f"trainer.accelerator is {name}, but PyTorch finds no GPU: set it to cpu or auto, or check the driver and "
             "whether PyTorch is a build for GPUs (lgrpo doctor)"
         )
-
-
-def default_loggers(folder: Path) -> list[Logger]:
-    """Return the loggers of a run that configures none: CSV, and TensorBoard if it is installed."""
-    loggers: list[Logger] = [MetricsLogger(str(folder), name="metrics")]
-    with contextlib.suppress(ModuleNotFoundError):
-        loggers.append(TensorBoardLogger(str(folder), name="tensorboard"))
-    return loggers
 
 
 def print_results(folder: Path, seconds: float) -> None:
