@@ -7,11 +7,14 @@ protocols defined here.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Literal, Protocol, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -130,10 +133,25 @@ def rollout_callbacks(trainer: L.Trainer) -> list[RolloutCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback)]  # type: ignore[attr-defined]
 
 
+@contextmanager
+def _named_log_errors(callback: RolloutCallback) -> Iterator[None]:
+    """Replace Lightning's error about ``log`` outside of its hooks by one that says what to call."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        if "self.log" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{type(callback).__name__} calls log in a rollout hook, which works in Lightning's hooks only: call "
+            "pl_module.add_metric(name, value) instead"
+        ) from error
+
+
 def call_rollout_start(trainer: L.Trainer, rollout: int) -> None:
     """Call ``on_rollout_start`` of every rollout callback, by ``order``."""
     for callback in sorted(rollout_callbacks(trainer), key=lambda callback: callback.order):
-        callback.on_rollout_start(trainer, trainer.lightning_module, rollout)
+        with _named_log_errors(callback):
+            callback.on_rollout_start(trainer, trainer.lightning_module, rollout)
 
 
 def call_rollout_end(trainer: L.Trainer, batch: RolloutBatch) -> None:
@@ -142,7 +160,8 @@ def call_rollout_end(trainer: L.Trainer, batch: RolloutBatch) -> None:
     before = copy.deepcopy(batch) if overriding else batch
     for callback in overriding:
         mask = batch.loss_mask.clone()
-        callback.on_rollout_end(trainer, trainer.lightning_module, batch)
+        with _named_log_errors(callback):
+            callback.on_rollout_end(trainer, trainer.lightning_module, batch)
         if changed := [field.name for field in fields(batch) if not _is_same(batch, before, field.name)]:
             raise RuntimeError(
                 f"{type(callback).__name__}.on_rollout_end wrote to {', '.join(changed)}; a rollout callback may only "

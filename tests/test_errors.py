@@ -133,6 +133,13 @@ def test_a_callback_that_turns_the_mask_on():
         fit(callbacks=[Greedy()])
 
 
+@pytest.mark.parametrize("hook", ["on_rollout_start", "on_rollout_end"])
+def test_log_in_a_rollout_hook(hook):
+    logs = type("Logs", (RolloutCallback,), {hook: lambda self, trainer, module, _: module.log("mine/x", 1.0)})
+    with pytest.raises(RuntimeError, match=r"Logs calls log in a rollout hook, .* pl_module\.add_metric\(name"):
+        fit(callbacks=[logs()])
+
+
 WRITES = {
     "in place": ("advantages", lambda batch: batch.advantages.mul_(2)),
     "another tensor": ("advantages", lambda batch: setattr(batch, "advantages", batch.advantages * 2)),

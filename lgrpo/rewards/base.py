@@ -95,6 +95,10 @@ class AsyncReward(BatchReward):
 
     concurrency: int = 64
     """Number of concurrent completions in each worker; a class attribute or an attribute of the instance."""
+    max_retries: int = 0
+    """Number of further attempts if ``score`` raises; ``scoring.timeout`` applies to all attempts together."""
+    retry_delay: float = 0.5
+    """Seconds before the second attempt, doubled before each later one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -105,13 +109,22 @@ class AsyncReward(BatchReward):
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         """Return a finite number or ``NOT_YET``; for pass@k, a completion is right at 1 or above."""
 
+    async def score_with_retries(self, prompt: Prompt, completion: Completion) -> Score:
+        """Return the score of the first attempt that does not raise; the last attempt's error otherwise."""
+        for attempt in range(self.max_retries):
+            try:
+                return await self.score(prompt, completion)
+            except Exception:
+                await asyncio.sleep(self.retry_delay * 2**attempt)
+        return await self.score(prompt, completion)
+
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         async def all_scores() -> list[Score]:
             free = asyncio.Semaphore(self.concurrency)
 
             async def one(prompt: Prompt, completion: Completion) -> Score:
                 async with free:
-                    return await self.score(prompt, completion)
+                    return await self.score_with_retries(prompt, completion)
 
             return await asyncio.gather(*(one(p, c) for p, c in zip(prompts, completions, strict=True)))
 

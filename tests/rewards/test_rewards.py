@@ -317,3 +317,33 @@ def test_answers_that_exact_match_cannot_match(answer):
         fit(data={"task": task})
     assert repr(answer) in str(e.value)
     ExactMatch().check_row({"answer": 1})
+
+
+class Flaky(AsyncReward):
+    """Fails at its first two calls."""
+
+    max_retries = 2
+    retry_delay = 0.01
+
+    def __init__(self):
+        self.num_calls = 0
+
+    async def score(self, prompt, completion):
+        self.num_calls += 1
+        if self.num_calls <= 2:
+            raise ConnectionError("busy")
+        return 1.0
+
+
+class Impatient(Flaky):
+    max_retries = 1
+
+
+@pytest.mark.parametrize("wrap", [lambda reward: reward, lambda reward: Isolated(reward, Scoring(num_workers=1))])
+def test_failed_requests_are_repeated(wrap):
+    assert score(wrap(Flaky()), "a") == 1
+
+
+def test_the_last_attempt_may_fail():
+    with pytest.raises(ConnectionError, match="busy"):
+        score(Impatient(), "a")

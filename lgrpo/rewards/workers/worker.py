@@ -111,7 +111,7 @@ class WorkerLoop:
     ) -> None:
         (prompt,), (completion,) = prompts, completions
         try:
-            value = await asyncio.wait_for(reward.score(prompt, completion), self.timeout)
+            value = await asyncio.wait_for(reward.score_with_retries(prompt, completion), self.timeout)
             answer = scored([checked_score(type(reward).__name__, value, prompt, completion)])
         except TimeoutError:
             answer = {"kind": "timeouts", "error": f"a score took longer than {self.timeout:g} s"}
