@@ -341,7 +341,9 @@ class Impatient(Flaky):
 
 @pytest.mark.parametrize("wrap", [lambda reward: reward, lambda reward: Isolated(reward, Scoring(num_workers=1))])
 def test_failed_requests_are_repeated(wrap):
-    assert score(wrap(Flaky()), "a") == 1
+    reward = wrap(Flaky())
+    assert score(reward, "a") == 1
+    reward.close()
 
 
 def test_the_last_attempt_may_fail():
