@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,7 @@ from lgrpo.functional import has_reward_variance
 from lgrpo.losses import ComposedLoss, EntropyBonus, MinClip
 from lgrpo.rewards import ExactMatch, OverlongPenalty, Reward
 from lgrpo.tasks import SortDigits
-from tests.helpers import Logged, fit
+from tests.helpers import Logged, fit, largest_difference
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 METHODS = sorted(path.stem for path in (CONFIGS / "algorithms").glob("*.yaml"))
@@ -95,17 +99,36 @@ def test_overlays_replace_each_other_completely(method, tmp_path):
         assert shown(f"algorithms/{other}", f"algorithms/{method}") == own
 
 
+OWN_LOSS = (CONFIGS.parent / "tutorials" / "pages" / "own_loss.md").read_text(encoding="utf-8")
+
+
+def write_own_loss(folder):
+    """Write the files that tutorials/pages/own_loss.md shows."""
+    own, *rest = re.findall(r"```python\n(.*?)```", OWN_LOSS, re.S)
+    (folder / "mine.py").write_text(own + "\n\n" + rest[0])
+    (folder / "test_mine.py").write_text(rest[1])
+
+
+def test_the_page_on_your_own_loss(tmp_path, monkeypatch):
+    write_own_loss(tmp_path)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "test_mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    options = ["--model.loss=mine.SmoothSequences", "--model.loss.width=0.5", "--reference_refresh=null"]
+    loss = LGRPOCLI([f"--config={CONFIGS / 'tiny.yaml'}", *options, "--trainer.logger=false"], run=False).model.loss
+    assert loss.width == 0.5
+    runs = [fit(rollouts=4, v=2, loss=loss, trainer={"accumulate_grad_batches": number}) for number in (1, 2)]
+    assert largest_difference(*(run.weights for run in runs)) < 1e-6
+    start = fit(rollouts=4, v=2, loss=loss, learning_rate=0.0)
+    assert largest_difference(start.weights, runs[0].weights) > 1e-4
+
+
 def test_a_users_gate(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mine.py").write_text(
-        "import torch\n"
-        "from lgrpo.losses import MaskGate\n"
-        "class OnlyUnlikely(MaskGate):\n"
-        "    reads_ratio = False\n"
-        "    def __init__(self, below: float = 0.5) -> None:\n"
-        "        self.below = below\n"
-        "    def keeps(self, terms):\n"
-        "        return terms.logprobs.policy.exp() < self.below\n"
-    )
+    write_own_loss(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     options = [
         f"--config={CONFIGS / 'tiny.yaml'}",
