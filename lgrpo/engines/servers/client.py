@@ -18,6 +18,21 @@ import requests
 from lgrpo.engines.processes import kill_process, log_excerpt, start_process
 from lgrpo.engines.recovery import EngineError, EngineFailure
 
+_SERVER = """
+import os, runpy, signal, threading, time
+
+def end_with_trainer():
+    while os.getppid() == {trainer}:
+        time.sleep(1)
+    time.sleep(10)
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with_trainer, daemon=True).start()
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+"""
+"""Program of a server. It receives SIGTERM when the trainer ends, but vLLM then waits without a limit for requests to
+its engine, which it has already ended."""
+
 
 class ServerErrorResponse(EngineFailure):
     """The server runs and answered with a status of 500 or above."""
@@ -55,7 +70,7 @@ class VLLMServer:
         else:
             port, api_key = int(predecessor.url.rpartition(":")[2]), str(predecessor.api_key)
         arguments = {"model": folder, "host": "127.0.0.1", "port": port, **flags}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-c", _SERVER.format(trainer=os.getpid())]
         for name, value in arguments.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from lgrpo.engines.servers.launch import check_logprobs_mode
 from tests.engines.conftest import build_policy
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
 from tests.helpers import fit, tiny_policy
+from tests.processes.alive import running as running_processes
 
 pytest.importorskip("vllm")
 
@@ -287,6 +291,37 @@ def test_interrupted_between_two_starts(policy, monkeypatch):
         engine.load_weights(policy.weights(), 0)
     assert started[0].process.poll() is not None
     engine.close()
+
+
+@pytest.mark.slow("starts a server and waits for it to end")
+def test_a_trainer_killed_during_a_sync_leaves_no_server():
+    """vLLM ends its engine, and then waits for the answer to the request of the sync."""
+    script = (
+        "import os, signal\n"
+        "from tests.helpers import tiny_policy; from lgrpo.engines import VLLMServerEngine\n"
+        "from tests.processes.alive import running\n"
+        "policy = tiny_policy(); policy.build(); engine = VLLMServerEngine()\n"
+        "engine.load_weights(policy.weights(), 0)\n"
+        "server = engine.group.servers[0].process.pid\n"
+        "for stat in running():\n"
+        "    if stat[4] == str(server) and stat[0] != str(server):\n"
+        "        os.kill(int(stat[0]), signal.SIGSTOP)\n"
+        "print(server, flush=True)\n"
+        "engine.load_weights(policy.weights(), 1)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    server = int(trainer.stdout.readline())
+    try:
+        time.sleep(3)  # the request of the sync waits for the stopped engine
+        assert trainer.poll() is None
+        trainer.kill()
+        deadline = time.monotonic() + 60
+        while left := [stat for stat in running_processes() if stat[4] == str(server)]:
+            assert time.monotonic() < deadline, f"left running: {left}"
+            time.sleep(0.5)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server, signal.SIGKILL)
 
 
 @pytest.mark.slow("starts servers")
