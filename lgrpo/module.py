@@ -180,7 +180,7 @@ class GRPOModule(L.LightningModule):
         self._step_log.write(self.trainer, metrics)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        self.amplifications[batch.task].update(batch.correct, batch.answers, batch.reference_correct)
+        self.amplifications[batch.task].update(batch.correct, batch.answers, batch.reference_correct, batch.failed)
 
     test_step = validation_step
 

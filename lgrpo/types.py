@@ -202,6 +202,8 @@ class EvaluationBatch:
     """[problems, samples] int64: number of the final answer, equal for equal answers; -1 if there is none."""
     reference_correct: Tensor | None = None
     """[problems, samples] bool: correct samples of the reference, if it was sampled too."""
+    failed: Tensor | None = None
+    """[problems, samples] bool: samples that could not be scored; None if the reward runs in the trainer's process."""
 
 
 NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]

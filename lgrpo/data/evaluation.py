@@ -25,6 +25,7 @@ from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.hooks import call_stage, policy_owner
+from lgrpo.rewards import FailedScore
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.folder import run_folder
 from lgrpo.tasks import Task
@@ -79,6 +80,8 @@ class Samples:
     """[problems, samples] float32; NaN for scores that are not known yet."""
     correct: Tensor
     """[problems, samples] bool."""
+    failed: Tensor
+    """[problems, samples] bool: samples that could not be scored."""
     final_answers: list[list[str | None]]
 
     @property
@@ -136,7 +139,11 @@ class Evaluator:
         if self.settings.results is not None:
             write_results(self.name, samples, self.settings.results, self.trainer)
         return EvaluationBatch(
-            task=self.name, correct=samples.correct, answers=samples.answers, reference_correct=reference
+            task=self.name,
+            correct=samples.correct,
+            answers=samples.answers,
+            reference_correct=reference,
+            failed=None if self.scorer.reward.is_inline else samples.failed,
         )
 
     def held_out_rollout(self, num_prompts: int, group_size: int, sampling: Sampling) -> RolloutBatch:
@@ -172,6 +179,7 @@ class Evaluator:
             groups=groups,
             rewards=rewards,
             correct=rewards >= settings.success_reward,
+            failed=torch.tensor([[isinstance(score, FailedScore) for score in group] for group in scores]),
             final_answers=[[self.task.final_answer(c.text) for c in group] for group in groups],
         )
 

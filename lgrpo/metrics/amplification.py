@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from lgrpo.metrics.pass_at_k import PassAtK
 
@@ -19,6 +20,7 @@ class Amplification:
     def __init__(self) -> None:
         self.policy = PassAtK()
         self.reference = PassAtK()
+        self.failures = SumMetric()
         self.policy_score: tuple[int, float] | None = None
         """Optimizer step and pass@1 of the last validation."""
         self.reference_score: float | None = None
@@ -29,18 +31,29 @@ class Amplification:
         measured_at, score = self.policy_score or (None, None)
         self.reference_score = score if copied and measured_at == step else None
 
-    def update(self, correct: Tensor, answers: Tensor | None = None, reference_correct: Tensor | None = None) -> None:
-        """Add problems, [problems, samples]: which samples are right, and the number of each answer (``PassAtK``)."""
+    def update(
+        self,
+        correct: Tensor,
+        answers: Tensor | None = None,
+        reference_correct: Tensor | None = None,
+        failed: Tensor | None = None,
+    ) -> None:
+        """Add problems, [problems, samples]: right samples, the number of each answer, failed scores."""
         self.policy.update(correct, answers)
         if reference_correct is not None:
             self.reference.update(reference_correct)
+        if failed is not None:
+            self.failures.to(failed.device).update(failed.sum())
 
     def compute(self, step: int) -> dict[str, float]:
-        """Return and reset pass@k and maj@k, and pass@1_over_reference if the reference was measured."""
+        """Return and reset pass@k, maj@k, the number of failed scores, and pass@1_over_reference if it is known."""
         metrics = {name: float(value) for name, value in self.policy.compute().items()}
         self.policy_score = (step, metrics["pass@1"])
         if self.reference.update_called:
             self.reference_score = float(self.reference.compute()["pass@1"])
+        if self.failures.update_called:
+            metrics["reward_failures"] = float(self.failures.compute())
+        self.failures.reset()
         self.policy.reset()
         self.reference.reset()
         if self.reference_score is not None:

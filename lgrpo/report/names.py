@@ -71,7 +71,7 @@ _MONITOR += ["bound_2_positive", "kl", "kl_k3", "tv_rms", "chi_squared", "effect
 _MONITOR += ["ratio_q01", "ratio_max", "clip_fraction_positive", "clip_fraction_negative", "clip_fraction", "lag_0"]
 _CALIBRATION = ["predicted", "realised", "error", "reward"]
 _SYNC = ["divergence"]
-_VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference"]
+_VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference", "reward_failures"]
 
 
 def metric_names(num_samples: Mapping[str, int]) -> list[str]:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lgrpo import Completion, Prompt
+from lgrpo.data import Evaluation
 from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
 from lgrpo.rewards.workers import fork_server
 from lgrpo.tasks import SortDigits
@@ -288,6 +289,19 @@ def test_run_logs_the_number_of_failures():
         failed = int((batch.rewards == -1).sum())
         assert 0 < failed < 16
         assert row["reward/failures"] == row["reward/errors"] == failed
+
+
+def test_validation_logs_the_number_of_failures(tmp_path):
+    reward = Isolated(Fussy(), Scoring(failure_score=-1.0))
+    evaluation = Evaluation(num_samples=2, results="jsonl")
+    data = {"task": SortDigits(num_digits=2, num_held_out=20, reward=reward), "evaluation": evaluation}
+    run = fit(rollouts=1, data=data, trainer={"limit_val_batches": 1.0, "default_root_dir": str(tmp_path)})
+    reward.close()
+    (path,) = (tmp_path / "evaluations").glob("*.jsonl")
+    rewards = [reward for line in path.read_text().splitlines() for reward in json.loads(line)["rewards"]]
+    assert len(rewards) == 40
+    assert 0 < rewards.count(-1.0) < 40
+    assert run.trainer.callback_metrics["val/reward_failures"] == rewards.count(-1.0)
 
 
 def test_run_survives_every_kind_of_failure():
