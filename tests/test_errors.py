@@ -182,6 +182,7 @@ def test_prompts_not_divisible_by_the_number_of_ranks(tmp_path):
         (lambda: WeightSync(2.5), r"weight_sync\.period is 2\.5; it must be an integer"),
         (lambda: WeightSync({5: 1}), r"period is \{5: 1\}; the keys of a schedule are the first rollouts"),
         (lambda: WeightSync({0: 1, 4: 0}), "weight_sync.period from rollout 4 is 0; it must be at least 1"),
+        (lambda: ClippedLoss(clip_high={0: 0.2, 9: None}), "high from rollout 9 is None; it must be a number"),
         (lambda: ClippedLoss(clip_low={0: 0.2, 9: 1.5}), "low from rollout 9 is 1.5; it must be at least 0 and"),
         (lambda: ReferenceRefresh(0), "period is 0"),
         (lambda: ReferenceRefresh(1.5), r"reference_refresh\.period is 1\.5; it must be an integer"),

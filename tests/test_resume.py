@@ -17,7 +17,7 @@ from lgrpo.advantages import DropNegatives, ExponentiallyWeighted
 from lgrpo.callbacks import ExactResume, GracefulInterrupt, RolloutLog
 from lgrpo.data import DynamicSampling
 from lgrpo.report import read_series
-from lgrpo.run.resume import ResumeError
+from lgrpo.run.resume import ResumeError, load_state
 from lgrpo.tasks import SortDigits
 from tests.helpers import MODEL, build, fit, largest_difference, tiny_policy
 
@@ -112,6 +112,14 @@ def test_not_from_a_checkpoint_without_the_optimizer(tmp_path):
     fit(**own)
     with pytest.raises(ResumeError, match=r"holds weights only .*lgrpo export"):
         fit(**settings(tmp_path, ClippedLoss(kl_coef=0.1)), ckpt_path=str(tmp_path / "weights.ckpt"))
+
+
+def test_the_optimizer_of_a_sharded_checkpoint_is_in_other_files(tmp_path):
+    """Lightning takes ``optimizer_states`` out of the part of it that the module sees."""
+    fit(**settings(tmp_path, ClippedLoss(kl_coef=0.1), save=True) | {"rollouts": 1, "epochs": 1})
+    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    del checkpoint["optimizer_states"]
+    assert load_state(checkpoint, {})["settings"]
 
 
 def test_across_changes_of_v_and_of_the_clip(tmp_path):

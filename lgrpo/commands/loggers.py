@@ -122,4 +122,6 @@ def log_settings(trainer: L.Trainer, config: str) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    return find_spec(module) is not None
+    """Return whether a module is installed; a folder of that name in the current one, which W&B creates, is not it."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None

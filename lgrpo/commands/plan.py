@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -140,7 +141,10 @@ def _lags(period: Period, data: Namespace, at_most: bool = False) -> str:
     """Return every lag, in optimizer steps, that a completion can have in an optimizer step on it."""
     first = data.lead * data.reuse
     if isinstance(period, dict):
-        period = None if None in period.values() else max(v for v in period.values() if v is not None)
+        firsts = sorted(period)
+        lengths = {first: later - first for first, later in itertools.pairwise(firsts)}
+        longest = [lengths.get(first) if v is None else v for first, v in period.items()]
+        period = None if None in longest else max(v for v in longest if v is not None)
         at_most = True
     if period is None:
         last, text = None, "0, 1, 2, … to the end of the run (never synced again)"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -189,8 +189,12 @@ def skip_validation(trainer: L.Trainer, stage: str) -> None:
     reason = "the task has no validation set, and data.benchmarks names no other task"
     if stage != "fit":
         raise ValueError(f"there is nothing to validate on: {reason}. Add one of the two")
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    monitored = [getattr(callback, "monitor", None) or "" for callback in callbacks]
+    if name := next((name for name in monitored if name.startswith("val/")), None):
+        raise ValueError(f"a callback monitors {name}, but {reason}. Add one of the two, or monitor another metric")
     if trainer.limit_val_batches:
-        rank_zero_info(f"The run is not validated: {reason}.")
+        rank_zero_warn(f"the run is not validated: {reason}")
         trainer.limit_val_batches = 0
 
 

@@ -34,11 +34,19 @@ def check_band(low: float, high: float) -> None:
 
 def check_low(name: str, value: float) -> None:
     """Raise a ``ValueError`` if a value is not the distance of a band's lower edge from 1."""
+    check_number(name, value)
     check_range(name, value, at_least=0, at_most=1, reason="no ratio is negative")
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise a ``ValueError`` if a value is not a number, such as null in a schedule."""
+    if not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value}; it must be a number")
 
 
 def check_high(name: str, value: float) -> None:
     """Raise a ``ValueError`` if a value is not the distance of a band's upper edge from 1."""
+    check_number(name, value)
     check_range(name, value, at_least=0)
 
 

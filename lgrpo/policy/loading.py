@@ -50,7 +50,8 @@ def check_hub(setting: str, name: str, file: str = "config.json") -> None:
     if Path(name).is_dir():
         return
     try:
-        if not isinstance(try_to_load_from_cache(name, file), str):
+        files = (file,) if file == "config.json" else (file, "tokenizer.json", "config.json")
+        if not any(isinstance(try_to_load_from_cache(name, each), str) for each in files):
             get_hf_file_metadata(hf_hub_url(name, file))
     except GatedRepoError as error:
         raise PermissionError(
@@ -63,6 +64,8 @@ def check_hub(setting: str, name: str, file: str = "config.json") -> None:
             "name; a private model needs hf auth login"
         ) from error
     except EntryNotFoundError as error:
+        if file != "config.json":
+            return  # a tokenizer may consist of other files
         raise FileNotFoundError(f"{setting} is {name}: this repository of the hub has no {file}") from error
     except HfHubHTTPError:
         return  # the hub answered, perhaps that it is busy: transformers tries again

@@ -47,7 +47,7 @@ def check_strategy(policy: CausalPolicy, trainer: L.Trainer) -> None:
     if policy.compile_layers and trainer.strategy.root_device.type == "cpu":
         rank_zero_warn(
             "policy.compile is set, but the policy is on the CPU, where compiling takes minutes before the first step "
-            "and makes little faster: leave it out, as configs/fast.yaml is for GPUs"
+            "and gives little speed-up: remove it (configs/fast.yaml is for GPUs)"
         )
     if not isinstance(trainer.strategy, FSDPStrategy):
         return

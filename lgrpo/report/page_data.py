@@ -37,6 +37,15 @@ def page_data(runs: list[RunRecord], max_completions: int = 20_000, refresh: flo
     }
 
 
+def _sync_period(settings: dict[str, Any]) -> Any:
+    """Return v; of a schedule, the values by their first rollouts as text."""
+    prefix = "weight_sync.period."
+    schedule = {int(key.removeprefix(prefix)): v for key, v in settings.items() if key.startswith(prefix)}
+    if not schedule:
+        return settings.get("weight_sync.period")
+    return ", ".join(f"{first}: {'∞' if v is None else v}" for first, v in sorted(schedule.items()))
+
+
 def _run_data(run: RunRecord) -> dict[str, Any]:
     return {
         "name": run.name,
@@ -44,7 +53,7 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "task": _short_task(run),
         "model": run.settings.get("model.policy.name") or run.settings.get("model.policy.config.model_type"),
         "sync": str(run.settings.get("weight_sync", "")).rpartition(".")[2],
-        "sync_period": run.settings.get("weight_sync.period"),
+        "sync_period": _sync_period(run.settings),
         "reuse": run.settings.get("data.reuse"),
         "num_prompts": run.settings.get("data.num_prompts"),
         "group_size": run.settings.get("data.group_size"),

@@ -53,10 +53,16 @@ class SeedGroup:
 
 
 def seed_groups(runs: Sequence[RunRecord]) -> list[SeedGroup]:
-    """Return the runs grouped by their settings without the seed; empty if no two runs have the same settings."""
+    """Return the runs grouped by their settings without the seed; empty if no two runs differ in the seed only.
+
+    Runs with the same seed too, such as those of two versions of the code, are not grouped.
+    """
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         groups.setdefault(json.dumps(_compared(run), default=str) if run.settings else f"run {index}", []).append(index)
+    seeds_of = [[runs[index].settings.get("seed_everything") for index in members] for members in groups.values()]
+    if any(len(set(map(str, seeds))) < len(seeds) for seeds in seeds_of):
+        return []
     if len(groups) == len(runs):
         return []
     first = [_compared(runs[members[0]]) for members in groups.values()]

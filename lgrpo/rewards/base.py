@@ -135,7 +135,9 @@ class WrappedReward(BatchReward):
     """Reward around another one, to which it delegates every method by default."""
 
     def __init__(self, reward: BatchReward) -> None:
-        self.reward = reward
+        from lgrpo.rewards.function import as_reward  # which imports this module
+
+        self.reward = as_reward(reward)
 
     @property
     def is_inline(self) -> bool:  # type: ignore[override]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -88,8 +89,10 @@ def load_function(path: str) -> Callable[..., Score]:
     module, _, name = path.rpartition(":" if is_file else ".")
     try:
         function = getattr(_module_in_file(module) if is_file else importlib.import_module(module), name)
-    except Exception as error:  # importing a module may raise anything
+    except (AttributeError, FileNotFoundError, ModuleNotFoundError, ValueError) as error:
         raise ValueError(f"there is no function {path}: {error}") from error
+    except Exception as error:  # importing a module may raise anything
+        raise ValueError(f"{module} of the reward {path} cannot be imported: {error!r}") from error
     if not callable(function):
         raise ValueError(f"{path} is not a function")
     return function
@@ -97,9 +100,10 @@ def load_function(path: str) -> Callable[..., Score]:
 
 def _module_in_file(file: str) -> ModuleType:
     path = Path(file)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"lgrpo_file_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise FileNotFoundError(f"there is no file {file}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

@@ -73,7 +73,7 @@ def load_state(checkpoint: dict[str, Any], settings: ResumeSettings) -> dict[str
             f"{CHECKPOINT_FORMAT}). Resume it with that version, or export its policy (lgrpo export) and start "
             "another run from it"
         )
-    if "optimizer_states" not in checkpoint:
+    if "lr_schedulers" not in checkpoint:  # of a sharded checkpoint, optimizer_states are in other files
         raise ResumeError(
             "the checkpoint holds weights only (checkpoint.save_weights_only), so the run cannot be resumed from it. "
             "Export its policy (lgrpo export) and start another run from it"

@@ -104,8 +104,8 @@ class Template:
                 continue
             if self.prompt.strip() != f"{{{name}}}":
                 raise ValueError(
-                    f"field {name!r} is a list of messages, which template.prompt {self.prompt!r} would print as code: "
-                    f'set it to "{{{name}}}" and template.chat to true'
+                    f"field {name!r} is a list of messages, which template.prompt {self.prompt!r} would insert as "
+                    f'Python text: set it to "{{{name}}}" and template.chat to true'
                 )
             if not self.chat:
                 raise ValueError(f"field {name!r} is a list of messages: set template.chat to true")
@@ -113,13 +113,13 @@ class Template:
                 if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                     raise ValueError(f"field {name!r} has a message without role or content as text: {message}")
             if (last := row[name][-1])["role"] != "user" or not last["content"].strip():
-                raise ValueError(f"the last message of field {name!r} must be one of the user, not {dict(last)}")
+                raise ValueError(f"the last message of field {name!r} must have the role user, not {dict(last)}")
 
-    def _messages(self, row: Mapping[str, Any]) -> list[Mapping[str, str]]:
+    def _messages(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return the conversation that a row holds, or its prompt as the message of a user."""
         name = self.prompt.strip()[1:-1]
         if name in self.fields() and _is_conversation(row[name]):
-            return [{"role": message["role"], "content": message["content"]} for message in row[name]]
+            return [{key: value for key, value in message.items() if value is not None} for message in row[name]]
         return [{"role": "user", "content": self.prompt.format_map(row)}]
 
 
@@ -146,9 +146,11 @@ def _expressions(text: str) -> set[str]:
 
 
 def _is_conversation(value: object) -> bool:
-    """Return whether a value is a list of objects.
+    """Return whether a value is a list of messages: of objects, one of which has a role.
 
-    >>> [_is_conversation(value) for value in ([{"role": "user", "content": "1+1"}], [1, 2], "1+1", [])]
+    >>> [_is_conversation(value) for value in ([{"role": "user", "content": "1+1"}], [{"city": "Bern"}], "1+1", [])]
     [True, False, False, False]
     """
-    return isinstance(value, list) and value != [] and all(isinstance(item, Mapping) for item in value)
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        return False
+    return any("role" in item or "from" in item for item in value)

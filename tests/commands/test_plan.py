@@ -19,6 +19,7 @@ def test_a_schedule_of_v(capsys):
     assert rows["schedule"] == "v = 1, from rollout 6 on 5; i = 1"
     assert rows["lags that occur"] == "0, 1, …, 4 optimizer steps, at most"
     assert "20 optimizer steps, 9 syncs" in rows["whole run"]  # before 0 to 5, 6, 11 and 16
+    assert plan(capsys, "--weight_sync.period={0: null, 6: 5}")["lags that occur"].startswith("0, 1, …, 5 optimizer")
 
 
 def test_off_policy(capsys):

@@ -185,6 +185,9 @@ class TestSchedule:
         run = fit(rollouts=1, data={"task": task}, trainer={"limit_val_batches": 1.0, "num_sanity_val_steps": -1})
         assert run.trainer.global_step == 1
         assert not [name for name in run.trainer.callback_metrics if name.startswith("val/")]
+        checkpoint = ModelCheckpoint(monitor="val/pass@1")
+        with pytest.raises(ValueError, match="a callback monitors val/pass@1, but the task has no validation set"):
+            fit(data={"task": task}, callbacks=[checkpoint], trainer={"enable_checkpointing": True})
         run = build(data={"task": task}, trainer={"limit_val_batches": 1.0})
         with pytest.raises(ValueError, match=r"nothing to validate on.*data\.benchmarks"):
             run.trainer.validate(run.module, datamodule=run.data, verbose=False)

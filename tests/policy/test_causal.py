@@ -196,8 +196,8 @@ def test_tokenizer_larger_than_the_model(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "by its name or by a config"),
-        ({"name": "a", "config": MODEL}, "by its name or by a config"),
+        ({}, "policy.name or a policy.config .* set one of the two"),
+        ({"name": "a", "config": MODEL}, "set one of the two"),
         ({"config": {"hidden_size": 8}, "characters": "01"}, "no model_type"),
         ({"config": MODEL}, "needs a tokenizer"),
         ({"config": MODEL, "characters": "01", "tokenizer": "x"}, "exclude each other"),

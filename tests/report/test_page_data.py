@@ -58,6 +58,20 @@ def test_timeline(tmp_path):
     assert timeline(run) == [], "not every step was logged"
 
 
+def test_runs_with_the_same_seed_are_not_grouped(tmp_path):
+    """They are of two versions of the code, for example."""
+    runs = read_runs([write_run(tmp_path / name, config=settings(seed_everything=seed)) for name, seed in ("a0", "b1")])
+    assert len(seed_groups(runs)) == 1
+    runs = read_runs([write_run(tmp_path / name, config=settings(seed_everything=0)) for name in "cd"])
+    assert seed_groups(runs) == []
+
+
+def test_a_schedule_of_v(tmp_path):
+    config = settings(weight_sync={"class_path": "lgrpo.WeightSync", "init_args": {"period": {"0": 1, "20": None}}})
+    (run,) = page_data(read_runs([write_run(tmp_path / "run", config=config)]))["runs"]
+    assert run["sync_period"] == "0: 1, 20: ∞"
+
+
 def test_runs_with_unknown_or_different_settings_are_not_grouped(tmp_path):
     paths = [write_run(tmp_path / name, config=settings(data__reuse=k)) for k, name in enumerate("ab", start=1)]
     runs = read_runs(paths)

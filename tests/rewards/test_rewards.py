@@ -21,6 +21,7 @@ from lgrpo.rewards import (
     RegexMatch,
     Reward,
     Scoring,
+    Shortest,
     TagFormat,
     WeightedSum,
     as_reward,
@@ -233,6 +234,20 @@ async def asynchronous(text, row): ...
 def test_what_is_no_reward(reward, message):
     with pytest.raises(ValueError, match=message):
         SortDigits(num_digits=2, num_held_out=20, reward=reward)
+
+
+def test_a_function_inside_another_reward_and_in_a_file_with_a_dataclass(tmp_path):
+    assert score(Shortest(lambda text, row: 1.0), "abcd") == 1
+    (tmp_path / "dc.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n@dataclass\nclass Limit:\n"
+        "    number: int = 3\n\ndef f(text, row):\n    return float(len(text) < Limit().number)\n"
+    )
+    reward = Isolated(FunctionReward(f"{tmp_path / 'dc.py'}:f"))
+    assert [score(reward, text) for text in ("ab", "abc")] == [1, 0]
+    reward.close()
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ValueError, match=r"broken\.py of the reward .* cannot be imported: ZeroDivisionError"):
+        FunctionReward(f"{tmp_path / 'broken.py'}:f")
 
 
 def test_files_without_the_function(tmp_path):

@@ -106,12 +106,12 @@ class TestMessages:
             (
                 {"prompt": "Solve {prompt}", "chat": True},
                 [user("1")],
-                r'template\.prompt .Solve \{prompt\}. would print as code: set it to "\{prompt\}"',
+                r'template\.prompt .Solve \{prompt\}. would insert as Python text: set it to "\{prompt\}"',
             ),
             (
                 {"prompt": "{prompt}", "chat": True},
                 [user("1"), assistant("2")],
-                "last message .* must be one of the user",
+                "last message .* must have the role user",
             ),
             ({"prompt": "{prompt}", "chat": True}, [{"from": "me"}], "a message without role or content as text"),
         ],
