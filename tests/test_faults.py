@@ -300,6 +300,7 @@ class TestDamage:
         assert newest_checkpoint(folder).name == "step=4.ckpt"
 
     @pytest.mark.parametrize("command", ["fit", "validate", "test", "test --checkpoints"])
+    @pytest.mark.slow("starts several commands")
     def test_a_changed_weight_is_refused_by_every_command(self, tmp_path, command):
         run, copy = tmp_path / "run", tmp_path / "copy"
         options = [*SMALL, "--trainer.enable_progress_bar=false", "--data.num_rollouts=2", "--trainer.max_epochs=1"]

@@ -44,12 +44,12 @@ def shard(
 
 def check_strategy(policy: CausalPolicy, trainer: L.Trainer) -> None:
     """Raise a ``ValueError`` if the Trainer's strategy does not support the policy; warn if it would be slow."""
-    if policy.compile_layers and trainer.strategy.root_device.type == "cpu":
-        rank_zero_warn(
-            "policy.compile is set, but the policy is on the CPU, where compiling takes minutes before the first step "
-            "and gives little speed-up: remove it (configs/fast.yaml is for GPUs)"
-        )
     if not isinstance(trainer.strategy, FSDPStrategy):
+        if policy.compile_layers and trainer.strategy.root_device.type == "cpu":
+            rank_zero_warn(
+                "policy.compile is set, but the policy is on the CPU, where compiling takes minutes before the first "
+                "step and gives little speed-up: remove it (configs/fast.yaml is for GPUs)"
+            )
         return
     if policy.lora is not None:
         raise ValueError(

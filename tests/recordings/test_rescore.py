@@ -89,6 +89,7 @@ class Unreliable(Reward):
         return NOT_YET if completion.text == "2" else len(completion.token_ids)
 
 
+@pytest.mark.slow("starts the command for each case")
 def test_scores_that_fail_or_are_late(tmp_path):
     path = lines(tmp_path / "texts.jsonl", [{"prompt": "12>", "completions": ["1", "2", "3", "33"]}])
     out = tmp_path / "scored.parquet"

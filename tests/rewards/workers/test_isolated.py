@@ -236,6 +236,7 @@ def test_isolated_scores_equal_direct_scores():
     isolated.close()
 
 
+@pytest.mark.slow("starts a script that starts workers")
 def test_reward_of_a_script_without_a_main_guard_runs(tmp_path):
     """As in a notebook, the class is in ``__main__``; starting workers must not run the script again."""
     script = tmp_path / "script.py"
