@@ -103,15 +103,6 @@ def check_schedule(name: str, value: Any, check: Callable[[str, Any], None]) -> 
         check(f"{name} from rollout {first}", own)
 
 
-def value_at(setting: Any, rollout: int) -> Any:
-    """Return the value of a setting for rollout k.
-
-    >>> value_at(0.2, 7), value_at({0: 0.2, 50: 0.4}, 49), value_at({0: 0.2, 50: 0.4}, 50)
-    (0.2, 0.2, 0.4)
-    """
-    return setting[max(first for first in setting if first <= rollout)] if isinstance(setting, dict) else setting
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ": did you mean …?" with the most similar name, or an empty string.
 

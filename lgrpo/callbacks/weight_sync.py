@@ -101,9 +101,9 @@ class WeightSync(EngineSync):
         if stage != "fit" or data.behaviour_logprobs == "engine":
             return
         reason = "data.behaviour_logprobs is 'policy', which computes log π_α while the policy still equals π_α"
-        periods = list(self.period.values()) if isinstance(self.period, dict) else [self.period]
+        periods = set(self.period.values()) if isinstance(self.period, dict) else {self.period}
         is_offline = None in periods
-        if is_offline or (periods != [1] * len(periods) and not data.generate_ahead):
+        if is_offline or (periods != {1} and not data.generate_ahead):
             raise ValueError(
                 f"{reason}, but with weight_sync.period {'null' if self.period is None else self.period} most rollouts "
                 "are sampled after the policy has changed. Use 'engine'"

@@ -19,8 +19,7 @@ from lgrpo.run.loggers import attempt
 from lgrpo.run.metrics_logger import MetricsLogger
 
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""Package to install for a logger, by its name, which is also the name of the module."""
+"""Names of the loggers, which are also those of their packages and modules."""
 PROJECT = "lgrpo"
 """Project of W&B and experiment of MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME name another."""
 
@@ -35,7 +34,7 @@ def make_loggers(folder: Path, names: Sequence[LoggerName] | None) -> list[Logge
     loggers: list[Logger] = [MetricsLogger(str(folder), name="metrics")]
     for name in dict.fromkeys(names):
         if name != "csv" and not _is_installed(name):
-            raise SystemExit(f"lgrpo: --log {name} requires a package: pip install {PACKAGES[name]}")
+            raise SystemExit(f"lgrpo: --log {name} requires a package: pip install {name}")
         if name == "tensorboard":
             loggers.append(TensorBoardLogger(str(folder), name="tensorboard"))
         elif name == "wandb":

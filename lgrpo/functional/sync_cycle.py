@@ -58,6 +58,15 @@ def _segment(num_trained: int, period: Period) -> tuple[int, int | None, int | N
     return start, period[start], min((first for first in period if first > num_trained), default=None)
 
 
+def value_at(setting: float | dict[int, float], rollout: int) -> float:
+    """Return the value for rollout k of a setting that is one value, or several by their first rollouts.
+
+    >>> value_at(0.2, 7), value_at({0: 0.2, 50: 0.4}, 49), value_at({0: 0.2, 50: 0.4}, 50)
+    (0.2, 0.2, 0.4)
+    """
+    return setting[max(first for first in setting if first <= rollout)] if isinstance(setting, dict) else setting
+
+
 def rollouts_to_sample(
     rollout: int, cycle_end: int | None, run_end: int, generate_ahead: bool, per_epoch: int = ENDLESS
 ) -> range:

@@ -7,7 +7,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from lgrpo.checks import check_range, check_schedule, value_at
+from lgrpo.checks import check_range, check_schedule
 from lgrpo.functional import (
     ClipCentre,
     clip_band,
@@ -17,6 +17,7 @@ from lgrpo.functional import (
     sequence_log_ratio,
     two_side,
 )
+from lgrpo.functional.sync_cycle import value_at
 from lgrpo.losses.gates import Gate, Gated, check_band, check_high, check_low
 from lgrpo.losses.terms import Terms, check_choice
 

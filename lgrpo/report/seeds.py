@@ -15,7 +15,8 @@ from lgrpo.report.record import RunRecord
 from lgrpo.report.series import Series
 from lgrpo.report.timeline import clock
 
-NOT_COMPARED = ("seed_everything", "data.seed", "run", "ckpt_path", "trainer.default_root_dir", "checkpoint.dirpath")
+SEEDS = ("seed_everything", "data.seed")
+NOT_COMPARED = (*SEEDS, "run", "ckpt_path", "trainer.default_root_dir", "checkpoint.dirpath")
 """Settings that may differ between the runs of a group."""
 
 
@@ -60,8 +61,8 @@ def seed_groups(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         groups.setdefault(json.dumps(_compared(run), default=str) if run.settings else f"run {index}", []).append(index)
-    seeds_of = [[runs[index].settings.get("seed_everything") for index in members] for members in groups.values()]
-    if any(len(set(map(str, seeds))) < len(seeds) for seeds in seeds_of):
+    seeds_of = [{str([runs[index].settings.get(key) for key in SEEDS]) for index in own} for own in groups.values()]
+    if any(len(seeds) < len(own) for seeds, own in zip(seeds_of, groups.values(), strict=True)):
         return []
     if len(groups) == len(runs):
         return []
