@@ -23,6 +23,7 @@ from lgrpo.commands.fit import LGRPOCLI
 from lgrpo.commands.settings import parse_settings
 from lgrpo.functional import named_checksums
 from lgrpo.report import read_series
+from lgrpo.rewards import FunctionReward
 from lgrpo.run.folder import RunFolder
 from tests.helpers import tiny_policy
 
@@ -412,8 +413,22 @@ def test_a_function_as_reward(tmp_path):
     given = ["--data.task.init_args.reward", "mine.py:long"]
     done = lgrpo("fit", *with_base("tiny.yaml"), *QUICK, "--run=there", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Starting 2 reward workers for FunctionReward.") == 1
     rows = [json.loads(line) for line in (tmp_path / "there" / "completions.jsonl").read_text().splitlines()]
     assert max(row["reward"] for row in rows) >= 100
+
+
+@pytest.mark.parametrize(
+    "reward",
+    ["mine.py:long", "{class_path: lgrpo.rewards.WeightedSum, init_args: {rewards: {a: mine.py:long}}}"],
+)
+def test_a_function_as_reward_in_a_config(tmp_path, monkeypatch, reward):
+    (tmp_path / "mine.py").write_text("def long(text, row):\n    return 100 * len(text)\n")
+    (tmp_path / "overlay.yaml").write_text(f"data:\n  task:\n    init_args:\n      reward: {reward}\n")
+    monkeypatch.chdir(tmp_path)
+    built = LGRPOCLI([f"--config={CONFIGS / 'tiny.yaml'}", "--config=overlay.yaml"], run=False)
+    found = built.datamodule.task.reward
+    assert isinstance(found.rewards["a"] if "WeightedSum" in reward else found, FunctionReward)
 
 
 def test_an_overlay_keeps_other_settings_of_the_base():

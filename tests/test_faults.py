@@ -102,6 +102,9 @@ class TestNonFinite:
             run.trainer.fit(run.module, datamodule=run.data)
         by_step = weights[1::2]
         assert [row.get("fault/nonfinite_steps", 0.0) for row in run.logged][2] == 1.0
+        norms = [row["train/grad_norm"] for row in run.logged]
+        assert repr(norms[2]) == repr(value)
+        assert all(0 < norm < float("inf") for norm in norms[:2] + norms[3:])
         assert largest_difference(by_step[1], by_step[2]) == 0
         assert largest_difference(by_step[2], by_step[3]) > 0
         momentum = run.trainer.optimizers[0].state_dict()["state"][0]
@@ -355,6 +358,8 @@ def test_a_policy_sharded_over_two_processes(tmp_path, kind):
         assert largest_difference(sharded, dict(alone.module.policy_weights())) < tolerance, precision
         assert min(grad_norms(alone.logged)) > 0.01, "the norm before clipping"
         assert grad_norms(state["logged"]) == pytest.approx(grad_norms(alone.logged), rel=0.02), precision
+    first, skipped, last = grad_norms(torch.load(tmp_path / "skipping.pt")["logged"])
+    assert (skipped, 0 < first < 10, 0 < last < 10) == (float("inf"), True, True)
     if kind == "fsdp2":
         with_adapters = adapted(None)
         with_adapters.trainer.fit(with_adapters.module, datamodule=with_adapters.data)

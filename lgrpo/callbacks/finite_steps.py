@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from typing import Any
 
@@ -24,7 +25,8 @@ class NonFiniteError(RuntimeError):
 class FiniteSteps(L.Callback):
     """Skips an optimizer step whose gradient is not finite, and saves its batch for inspection.
 
-    Weights and optimizer state do not change; ``fault/nonfinite_steps`` counts the skipped steps. In 16-bit precision
+    Weights and optimizer state do not change; ``fault/nonfinite_steps`` counts the skipped steps, and
+    ``train/grad_norm`` is infinite or NaN. In 16-bit precision
     the gradient scaler skips such steps instead, and must see them.
     """
 
@@ -48,7 +50,8 @@ class FiniteSteps(L.Callback):
         if isinstance(plugin, MixedPrecision | FSDPPrecision) and plugin.scaler is not None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        finite = is_finite([p.grad for p in parameters if p.grad is not None])
+        norm = largest_entry([p.grad for p in parameters if p.grad is not None])
+        finite = math.isfinite(norm)
         if trainer.world_size > 1:  # ranks may hold different shards
             finite = trainer.strategy.reduce_boolean_decision(finite, all=True)
         self._in_a_row = 0 if finite else self._in_a_row + 1
@@ -56,7 +59,9 @@ class FiniteSteps(L.Callback):
             return
         for parameter in parameters:
             parameter.grad = None  # optimizers skip parameters without a gradient
+        total = trainer.strategy.reduce(torch.tensor(norm, device=pl_module.device), reduce_op="sum")
         policy_owner(trainer).add_metric("fault/nonfinite_steps", 1.0)
+        policy_owner(trainer).add_metric("train/grad_norm", float(total))
         kept = self._save(trainer)
         warnings.warn(
             f"step {trainer.global_step} is skipped: its gradient is not finite{kept} ({self._in_a_row} in a row)",
@@ -89,15 +94,17 @@ class FiniteSteps(L.Callback):
         return ""
 
 
-def is_finite(gradients: list[Tensor]) -> bool:
-    """Return whether every entry is finite, with a single device synchronisation.
+def largest_entry(gradients: list[Tensor]) -> float:
+    """Return the largest absolute value, or NaN if an entry is NaN, with a single device synchronisation.
 
-    >>> is_finite([torch.ones(2), torch.tensor([1.0, torch.inf])]), is_finite([torch.ones(2)]), is_finite([])
-    (False, True, True)
+    >>> largest_entry([torch.ones(2), torch.tensor([-3.0])]), largest_entry([])
+    (3.0, 0.0)
+    >>> largest_entry([torch.ones(2), torch.tensor([1.0, torch.inf])]), largest_entry([torch.tensor([torch.nan])])
+    (inf, nan)
     """
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     local = [g for g in local if g.numel()]
     if not local:
-        return True
+        return 0.0
     largest = torch._foreach_norm([g.detach() for g in local], torch.inf)
-    return bool(torch.stack([value.float() for value in largest]).isfinite().all())
+    return float(torch.stack([value.float() for value in largest]).max())

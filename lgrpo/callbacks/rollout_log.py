@@ -15,6 +15,8 @@ from lgrpo.hooks import RolloutCallback, Stage, policy_owner, rollout_owner
 from lgrpo.run.loggers import attempt
 from lgrpo.types import RolloutBatch
 
+PER_ARTIFACT = 100
+"""Number of logged rollouts in one table of MLflow, which rewrites a table whenever rows are added to it."""
 COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version")
 
 
@@ -47,7 +49,7 @@ class RolloutLog(RolloutCallback):
         append_lines(trainer, "completions.jsonl", table, "rollout")
         count_failure = partial(policy_owner(trainer).add_metric, "fault/logger_writes", 1.0)
         for logger in trainer.loggers:
-            attempt(logger, count_failure, _log_table, logger, table, trainer.global_step)
+            attempt(logger, count_failure, self._log_table, logger, table, trainer.global_step)
 
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
         data = rollout_owner(trainer)
@@ -69,17 +71,17 @@ class RolloutLog(RolloutCallback):
         )
         return dict(zip(COLUMNS, values, strict=True))
 
-
-def _log_table(logger: Logger, table: list[dict[str, Any]], step: int) -> None:
-    """Write a table to a logger that can show one."""
-    if isinstance(logger, TensorBoardLogger):
-        lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
-        lines += [" | ".join(str(row[c]).replace("|", "\\|").replace("\n", " ") for c in COLUMNS) for row in table]
-        logger.experiment.add_text("rollout/completions", "\n".join(lines), step)
-    elif isinstance(logger, WandbLogger):
-        logger.log_table(
-            "rollout/completions", columns=list(COLUMNS), data=[list(r.values()) for r in table], step=step
-        )
-    elif isinstance(logger, MLFlowLogger) and logger.run_id is not None:
-        columns = {name: [row[name] for row in table] for name in COLUMNS}
-        logger.experiment.log_table(logger.run_id, columns, "completions.json")  # appends
+    def _log_table(self, logger: Logger, table: list[dict[str, Any]], step: int) -> None:
+        """Write a table to a logger that can show one."""
+        if isinstance(logger, TensorBoardLogger):
+            lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
+            lines += [" | ".join(str(row[c]).replace("|", "\\|").replace("\n", " ") for c in COLUMNS) for row in table]
+            logger.experiment.add_text("rollout/completions", "\n".join(lines), step)
+        elif isinstance(logger, WandbLogger):
+            logger.log_table(
+                "rollout/completions", columns=list(COLUMNS), data=[list(r.values()) for r in table], step=step
+            )
+        elif isinstance(logger, MLFlowLogger) and logger.run_id is not None:
+            columns = {name: [row[name] for row in table] for name in COLUMNS}
+            first = table[0]["rollout"] // (self.every * PER_ARTIFACT) * self.every * PER_ARTIFACT
+            logger.experiment.log_table(logger.run_id, columns, f"completions/from_rollout_{first}.json")  # appends

@@ -30,6 +30,15 @@ def add_config_of_run(args: list[str]) -> list[str]:
     return [args[0], f"--config={config}", *replaced, *args[1:]]
 
 
+def refuse_log_option(args: list[str]) -> None:
+    """Exit if ``--log`` is given to ``validate`` or ``test``; a config may have it, for ``fit``."""
+    if args[:1] in (["validate"], ["test"]) and "--log" in [arg.partition("=")[0] for arg in args]:
+        raise SystemExit(
+            f"lgrpo: --log is an option of lgrpo fit; lgrpo {args[0]} prints its metrics, and logs them if you name a "
+            "logger: --trainer.logger=lightning.pytorch.loggers.CSVLogger --trainer.logger.save_dir=FOLDER"
+        )
+
+
 def evaluate_checkpoints(trainer: L.Trainer, evaluate: Callable[..., Any], run: Path, file_name: str) -> None:
     """Evaluate every checkpoint of a run; print the metrics and write them to ``run/evaluations/file_name``.
 

@@ -34,13 +34,19 @@ from lgrpo.callbacks import (
 )
 from lgrpo.commands import COMMANDS, INTERRUPTED, RESUMABLE
 from lgrpo.commands.class_change import reset_replaced_tasks
-from lgrpo.commands.evaluate import add_config_of_run, evaluate_checkpoints, logged_metrics, print_metrics
+from lgrpo.commands.evaluate import (
+    add_config_of_run,
+    evaluate_checkpoints,
+    logged_metrics,
+    print_metrics,
+    refuse_log_option,
+)
 from lgrpo.commands.help_text import OPTION as HELP_ALL
 from lgrpo.commands.help_text import shorten_help
 from lgrpo.commands.loggers import LoggerName, log_settings, make_loggers
 from lgrpo.commands.parser_errors import report_errors
 from lgrpo.commands.raw_strings import restore_raw_strings
-from lgrpo.commands.reward_functions import with_reward_functions
+from lgrpo.commands.reward_functions import read_reward_functions, with_reward_functions
 from lgrpo.commands.run_folder import claim_training_folder, evaluation_folder
 from lgrpo.data import RolloutDataModule
 from lgrpo.module import GRPOModule
@@ -50,6 +56,7 @@ from lgrpo.run.folder import RunFolder
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help texts of Sampling, Timeouts, Evaluation, …
 reset_replaced_tasks()
+read_reward_functions()
 
 CALLBACK_KEYS = {
     "weight_sync": EngineSync,
@@ -70,6 +77,7 @@ EXAMPLES = {
 
 def main(args: list[str]) -> None:
     """Run ``lgrpo fit``, ``validate`` or ``test``; ``args`` include the command."""
+    refuse_log_option(args)
     try:
         LGRPOCLI(add_config_of_run(args))
     finally:

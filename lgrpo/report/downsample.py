@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 Points = Sequence[tuple[int, float]]
@@ -32,17 +31,14 @@ def downsample_points(points: Points, max_points: int) -> list[tuple[int, float]
     return [*kept, points[-1]]
 
 
-def bucket_means(points: Points, max_points: int) -> list[tuple[int, float]]:
-    """Return at most ``max_points`` (last step, mean) pairs of consecutive points, without non-finite values.
+def thin_points(points: Points, max_points: int) -> list[tuple[int, float]]:
+    """Return at most ``max_points`` of the points at equal distances, the last one included.
 
-    >>> bucket_means([(0, 1.0), (1, 3.0), (2, 5.0), (3, 6.0), (4, 7.0)], 2)
-    [(1, 2.0), (4, 6.0)]
+    >>> thin_points([(0, 1.0), (1, 3.0), (2, 5.0), (3, 6.0), (4, 7.0)], 3)
+    [(0, 1.0), (2, 5.0), (4, 7.0)]
     """
-    finite = [point for point in points if math.isfinite(point[1])]
-    count = min(len(finite), max_points)
-    edges = [bucket * len(finite) // count for bucket in range(count + 1)] if count else [0]
-    pieces = [finite[low:high] for low, high in pairwise(edges)]
-    return [(piece[-1][0], sum(value for _, value in piece) / len(piece)) for piece in pieces]
+    every = math.ceil(len(points) / max_points)
+    return list(points[::-1][::every][::-1]) if every > 1 else list(points)
 
 
 def smooth_points(points: Points, window: int) -> list[tuple[int, float]]:

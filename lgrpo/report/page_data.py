@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lgrpo.report.charts import chart_sections
-from lgrpo.report.downsample import Points, bucket_means, downsample_points, downsample_rollouts
+from lgrpo.report.downsample import Points, downsample_points, downsample_rollouts, smooth_points, thin_points
 from lgrpo.report.record import RunRecord
 from lgrpo.report.seeds import SeedGroup, seed_groups
 from lgrpo.report.series import Series
@@ -19,6 +19,8 @@ MAX_POINTS = 1500
 """Maximum number of points of a curve."""
 MAX_CHARACTERS = 50_000_000
 """Maximum number of characters of all completions together."""
+SMOOTHING_WINDOWS = (5, 20, 100)
+"""Numbers of points that the menu of the page offers to average."""
 STAGES = ("sync", "generate", "score", "update")
 
 
@@ -28,6 +30,7 @@ def page_data(runs: list[RunRecord], max_completions: int = 20_000, refresh: flo
         "made": time.time(),
         "refresh": refresh,
         "max_points": MAX_POINTS,
+        "smoothing_windows": SMOOTHING_WINDOWS,
         "runs": [_run_data(run) for run in runs],
         "groups": [_group_data(group) for group in seed_groups(runs)],
         "sections": chart_sections(dict.fromkeys(name for run in runs for name in run.series)),
@@ -79,17 +82,22 @@ def _group_data(group: SeedGroup) -> dict[str, Any]:
 
 
 def _curves(series: Series, clock: Points) -> dict[str, Any]:
-    """Return what a chart needs. Curves that lose points also have means, which smoothed curves are made of."""
+    """Return what a chart needs. Curves that lose points are smoothed here, because the page has too few of them."""
+    window = smoothing_window(len(series.get("rollout/reward", [])))
     long = {name: points for name, points in series.items() if len(points) > MAX_POINTS}
     return {
         "clock": _curve(clock),
         "series": {name: _curve(points) for name, points in series.items()},
-        "means": {
-            name: [len(points) / (MAX_POINTS // 2), *_curve(bucket_means(points, MAX_POINTS // 2))]
+        "smoothed": {
+            name: {size: _smooth_curve(points, size) for size in {window, *SMOOTHING_WINDOWS}}
             for name, points in long.items()
         },
-        "smoothing_window": smoothing_window(len(series.get("rollout/reward", []))),
+        "smoothing_window": window,
     }
+
+
+def _smooth_curve(points: Points, window: int) -> list[list[Any]]:
+    return _curve(thin_points(smooth_points(points, window), MAX_POINTS // 2))
 
 
 def _completions(runs: list[RunRecord], max_completions: int) -> dict[str, Any]:

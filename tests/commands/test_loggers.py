@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lgrpo.callbacks import rollout_log
 from lgrpo.cli import main
 from lgrpo.commands import loggers
 from lgrpo.report import read_series
@@ -51,12 +52,19 @@ def test_two_ways_to_choose(tmp_path):
         fit(tmp_path / "run", "--log", "csv", logger, f"--trainer.logger.save_dir={tmp_path}")
 
 
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_an_evaluation_refuses_it(command):
+    with pytest.raises(SystemExit, match=f"--log is an option of lgrpo fit; lgrpo {command} prints its metrics"):
+        main([command, TINY, "--log", "csv"])
+
+
 @pytest.mark.slow("trains three times")
-def test_mlflow(tmp_path):
+def test_mlflow(tmp_path, monkeypatch):
     """A resumed run continues in its MLflow run, with the values of a run that was not interrupted."""
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     run, whole = tmp_path / "run", tmp_path / "whole"
+    monkeypatch.setattr(rollout_log, "PER_ARTIFACT", 2)
     fit(whole, "--log", "csv")
     fit(run, "--log", "mlflow")
     checkpoint = run / "checkpoints" / "step=2.ckpt"
@@ -68,8 +76,10 @@ def test_mlflow(tmp_path):
     assert {point.step for point in client.get_metric_history(run_id, "rollout/reward")} == {0, 1, 2, 3}
     assert client.get_run(run_id).data.metrics["val/pass_at_1"] == values(run)["val/pass@1"][-1][1]
     assert client.get_run(run_id).data.params["data.group_size"] == "8"
-    (table,) = (run / "mlflow_artifacts").rglob("completions.json")
-    assert "completion" in json.loads(table.read_text())["columns"]
+    tables = {path.name: json.loads(path.read_text()) for path in (run / "mlflow_artifacts").rglob("completions/*")}
+    assert set(tables) == {"from_rollout_0.json", "from_rollout_2.json"}
+    assert all("completion" in table["columns"] for table in tables.values())
+    assert [row[0] for row in tables["from_rollout_0.json"]["data"]] == [0] * 8 + [1] * 8
     assert not (tmp_path / "mlruns").exists()
 
 

@@ -2,7 +2,8 @@
 
 The run writes a sharded checkpoint after every step, then is resumed from each STEP. Final weights are written to
 ``FOLDER/from-STEP.pt`` (0: not resumed). Runs with clipped gradients and activation checkpointing in float32 and mixed
-precision write ``FOLDER/PRECISION.pt``; a run with adapters writes ``FOLDER/adapted.pt``.
+precision write ``FOLDER/PRECISION.pt``; a run with an infinite gradient writes
+``FOLDER/skipping.pt``, one with adapters ``FOLDER/adapted.pt``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -74,6 +76,16 @@ def make(folder: Path, kind: str | None, saving: bool) -> Run:
     )
 
 
+class InfiniteGradient(L.Callback):
+    """Sets the gradients of the last rank to infinity at step 1."""
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == trainer.world_size - 1:
+            for parameter in pl_module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.inf)
+
+
 def train(run: Run, checkpoint: Path | None, out: Path) -> None:
     """Train to the end, from a checkpoint if given, and save the gathered weights."""
     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint and str(checkpoint))
@@ -92,6 +104,9 @@ def main() -> None:
         train(make(folder, kind, saving=False), folder / f"step={step}.ckpt", folder / f"from-{step}.pt")
     for precision in ("32-true", "bf16-mixed"):
         train(clipped(kind, precision), None, folder / f"{precision}.pt")
+    callbacks = [InfiniteGradient(), FiniteSteps()]
+    skipping = build(rollouts=3, callbacks=callbacks, trainer=sharded(kind) | {"default_root_dir": str(folder)})
+    train(skipping, None, folder / "skipping.pt")
     if kind == "fsdp2":  # FSDP1 refuses adapters
         train(adapted(kind), None, folder / "adapted.pt")
 

@@ -34,13 +34,17 @@ def test_every_script_is_listed():
     assert SCRIPTS[-1] == "main"
 
 
-def test_long_curves_have_means_for_smoothing():
+def test_long_curves_are_smoothed_from_all_points():
     """The lowest and the highest value of each piece, which are drawn, would bias a mean."""
-    points = [(step, 1.0 if step % 4 == 0 else 0.0) for step in range(4000)]
-    size, steps, means = _curves({"train/loss": points, "short": points[:9]}, [])["means"]["train/loss"]
-    assert (len(steps), steps[-1]) == (750, 3999)
-    assert size == pytest.approx(4000 / 750)
-    assert sum(means) / len(means) == pytest.approx(0.25, abs=0.01)
+    points = [(step, float(step % 7)) for step in range(4000)]
+    curves = _curves({"rollout/reward": points, "short": points[:9]}, [])
+    assert set(curves["smoothed"]) == {"rollout/reward"}
+    assert set(curves["smoothed"]["rollout/reward"]) == {5, 20, 100, curves["smoothing_window"]}
+    for window, (steps, means) in curves["smoothed"]["rollout/reward"].items():
+        assert (500 < len(steps) <= 750, steps[-1]) == (True, 3999)
+        for step, mean in zip(steps, means, strict=True):
+            last = [value for _, value in points[max(0, step - window + 1) : step + 1]]
+            assert mean == pytest.approx(sum(last) / len(last), rel=1e-5)
 
 
 def test_timeline(tmp_path):

@@ -31,14 +31,15 @@ function bandOf(page, run, metric, [steps, values], window) {
 // Number of logged values that a smoothed curve averages; 1 if curves are drawn as logged.
 const windowOf = (chart, run) => Number(saved.get("smooth")) || (chart.is_smoothed ? run.smoothing_window : 1);
 
-// Mean of each value and those before it. A curve that lost points is smoothed by the means of its pieces.
+// Mean of each value and those before it. A curve that lost points was smoothed before it lost them.
 function smoothed(run, metric, window) {
-  const [size, steps, values] = run.means[metric] || [1, ...run.series[metric]];
-  const length = Math.max(1, Math.round(window / size)), kept = [];
+  const means = run.smoothed[metric];
+  if (means) return means[window] || means[run.smoothing_window];
+  const [steps, values] = run.series[metric], kept = [];
   return [steps, values.map((value) => {
     if (value === null) return null;
     kept.push(value);
-    if (kept.length > length) kept.shift();
+    if (kept.length > window) kept.shift();
     return kept.reduce((a, b) => a + b, 0) / kept.length;
   })];
 }
@@ -82,7 +83,7 @@ function curvesOf(page, chart, chosen) {
 
 function smoothingMenu(page) {
   const choices = [["", "default smoothing"], ["1", "no smoothing"]];
-  for (const window of [5, 20, 100]) choices.push([String(window), `mean of ${window}`]);
+  for (const window of page.data.smoothing_windows) choices.push([String(window), `mean of ${window}`]);
   const options = choices.map(([value, text]) => el("option", { value }, text));
   const menu = el("select", { class: "pill", id: "smooth", title: "Smoothing of all curves", onchange: () => {
     remember("smooth", menu.value);

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import final
 
+from lightning.pytorch.utilities import rank_zero_info
+
 from lgrpo.rewards.base import AsyncReward, BatchReward, FailedScore, Reward, Score, WrappedReward
 from lgrpo.rewards.workers.fork_server import Scoring
 from lgrpo.rewards.workers.pool import ScoringError, WorkerPool
@@ -65,6 +67,9 @@ class Isolated(WrappedReward):
     def _open(self) -> WorkerPool:
         with self._lock:
             if self._pool is None:
+                count = self.scoring.num_workers
+                name = type(self.reward).__name__
+                rank_zero_info(f"Starting {count} reward worker{'s' * (count > 1)} for {name}.")
                 self._pool = WorkerPool(self.reward, self.scoring)
             return self._pool
 

@@ -20,6 +20,7 @@ from lgrpo import Completion, Prompt
 from lgrpo.data import Evaluation
 from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
 from lgrpo.rewards.workers import fork_server
+from lgrpo.rewards.workers import isolated as isolated_module
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
 from tests.processes.alive import child_of, is_running, until_all_ended
@@ -80,6 +81,16 @@ def test_failure_affects_only_its_own_completion(isolated, text, kind, why):
     assert kinds(scores) == {kind: 1}
     assert why in scores[2].why
     assert kinds(score(isolated, "a", "bb")) == {}  # later scores succeed
+
+
+def test_the_start_of_workers_is_announced(monkeypatch):
+    reward = Isolated(NumericMatch(), Scoring(num_workers=1))
+    messages = []
+    monkeypatch.setattr(isolated_module, "rank_zero_info", messages.append)
+    score(reward, "1", "2")
+    score(reward, "1")
+    reward.close()
+    assert messages == ["Starting 1 reward worker for NumericMatch."]
 
 
 def test_many_jobs_during_a_restart_do_not_block(isolated):
