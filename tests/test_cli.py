@@ -470,6 +470,7 @@ def test_an_overlay_keeps_other_settings_of_the_base():
             "--data.task=lgrpo.tasks.DatasetTask",
             "data.task: lgrpo.tasks.DatasetTask needs reward, train (--data.task.reward … --data.task.train …)",
         ),
+        ("--model.optimizer.lr=low", "model.optimizer.lr is 'low'; it must be a float"),
         ("stray", "unexpected argument 'stray': every setting has the form --NAME VALUE"),
     ],
 )
@@ -478,6 +479,27 @@ def test_wrong_options_are_answered_in_one_line(option, message, capsys):
         main(["fit", *with_base("tiny.yaml"), option])
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"lgrpo: {message}\n"
+
+
+def test_an_overlay_without_a_base(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", f"--config={CONFIGS / 'vllm.yaml'}"])
+    assert capsys.readouterr().err.startswith("lgrpo: data.task is not set: add a complete config, such as demo")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--weight_sync.period=0", "weight_sync.period is 0; it must be at least 1: it is a number of rollouts"),
+        ("--trainer.callbacks.every=0", "RolloutLog.every is 0; it must be at least 1"),
+        ("--model.policy.lora.rank=0", "lora.rank is 0; it must be at least 1"),
+    ],
+)
+def test_an_error_of_a_class_is_its_sentence(option, message, tmp_path):
+    """Also where the type of the setting has several classes or None."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$") as caught:
+        main(["fit", *with_base("tiny.yaml"), option, f"--run={tmp_path / 'run'}"])
+    assert is_user_error(caught.value)
 
 
 OTHER_TASK = "{data: {task: {class_path: lgrpo.tasks.DatasetTask, init_args: {train: x.jsonl, reward: ExactMatch}}}}"

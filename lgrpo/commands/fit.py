@@ -44,7 +44,7 @@ from lgrpo.commands.evaluate import (
 from lgrpo.commands.help_text import OPTION as HELP_ALL
 from lgrpo.commands.help_text import shorten_help
 from lgrpo.commands.loggers import LoggerName, log_settings, make_loggers
-from lgrpo.commands.parser_errors import report_errors
+from lgrpo.commands.parser_errors import cause_in_class, report_errors
 from lgrpo.commands.raw_strings import restore_raw_strings
 from lgrpo.commands.reward_functions import read_reward_functions, with_reward_functions
 from lgrpo.commands.run_folder import claim_training_folder, evaluation_folder
@@ -180,9 +180,9 @@ class LGRPOCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except BaseException:
+        except BaseException as error:
             self.folder.leave()
-            raise
+            raise cause_in_class(error) from error.__cause__
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         settings = self._settings(self.config_init)

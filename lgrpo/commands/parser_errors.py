@@ -22,6 +22,9 @@ EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: (.*))?$")
 GIVEN = re.compile(r"Given value: (?:NestedArg\(key='[^']*', val='?(.*?)'?\)|(.*))$")
 GROUP = re.compile(r"(Group|Subcommand) '([^']+)' does not accept option '([^']+)'")
 ABSTRACT = re.compile(r"but (?:(\S+) )?is abstract")
+NOT_A_CLASS = re.compile(r"Expected a <class '(?:int|float|str|bool|dict)'>")
+WHOLE_VALUE = re.compile(r"\. Got value: Namespace\(.*$", re.MULTILINE)
+MISSING = "the following arguments are required: "
 IMPORT = re.compile(r"No module named|has no attribute|cannot import|Expected a dot import path")
 
 
@@ -56,6 +59,12 @@ def one_line(message: str, known: Iterable[str]) -> str:
     """
     if message.startswith("unrecognized arguments: "):
         return _unknown_argument(message.removeprefix("unrecognized arguments: ").split()[0], known)
+    if message.startswith(MISSING):
+        names = " and ".join(
+            re.sub(r"^(fit|validate|test)\.", "", n) for n in message.removeprefix(MISSING).split(", ")
+        )
+        return f"{names} is not set: add a complete config, such as demo or your_own (lgrpo configs lists all of them)"
+    message = WHOLE_VALUE.sub("", message)
     name, paths = ".".join(KEY.findall(message)), CLASS.findall(message)
     if found := GROUP.search(message):
         return _unknown(found[3] if found[1] == "Subcommand" else f"{found[2]}.{found[3]}", known)
@@ -68,7 +77,7 @@ def one_line(message: str, known: Iterable[str]) -> str:
     lines = [line.strip().lstrip("- ") for line in message.splitlines()]
     given = next((found[1] or found[2] for line in lines if (found := GIVEN.match(line))), None)
     for line in lines:
-        if IMPORT.search(line):
+        if IMPORT.search(line) and not NOT_A_CLASS.search(message):
             path = paths[-1] if paths else line.rpartition(": ")[2]
             reason = "" if line.startswith("Expected") else f" ({line})"
             return (
@@ -76,9 +85,9 @@ def one_line(message: str, known: Iterable[str]) -> str:
             )
         if found := ABSTRACT.search(line):
             return f"{name}: {_abstract(found[1] or given or paths[-1])}"
-        if line.startswith("the following arguments are required: "):
+        if line.startswith(MISSING):
             return f"{name}: {paths[-1]} needs {line.rpartition(': ')[2]} ({_as_options(name, line)})"
-    expected = [found for line in lines if (found := EXPECTED.match(line)) and "a path but" not in line]
+    expected = [found for line in lines if (found := EXPECTED.match(line)) and " path " not in line]
     if expected:
         value = expected[0][2] or given
         types = list(dict.fromkeys(_type_name(found[1]) for found in expected))
@@ -128,3 +137,14 @@ def _type_name(text: str) -> str:
     if name == "NoneType":
         return "null"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def cause_in_class(error: BaseException) -> BaseException:
+    """Return the error of a class that jsonargparse could not build; ``error`` itself if it is another one.
+
+    The type of ``weight_sync`` is ``EngineSync | None``. If ``WeightSync(period=0)`` raises, jsonargparse raises an
+    error that also lists why the value is not None.
+    """
+    while isinstance(error, ValueError) and "Union subtypes" in str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
