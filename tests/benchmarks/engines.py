@@ -51,7 +51,7 @@ def make_engine(policy: CausalPolicy, processes: int, options: argparse.Namespac
             max_model_len=longest,
             max_num_seqs=options.sequences,
             gpu_memory_utilization=0.5 / count,
-            kv_cache_gib=cache_gib(policy.model.config, concurrent * blocks * 128),
+            kv_cache_gib=1.1 * cache_gib(policy.model.config, concurrent * blocks * 128),
         )
     rollouts = 1 + options.rollouts + options.ahead
     one.given, one.group = [options.completion_tokens] * (rollouts * options.prompts * options.group), options.group

@@ -30,14 +30,18 @@ class IsolatedPart:
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
         self._folder = tempfile.TemporaryDirectory()
-        self._results, given = (Path(self._folder.name) / name for name in ("results.json", "options.json"))
-        given.write_text(json.dumps(vars(options) | {"results": str(self._results)}, default=str))
-        command, pipe = [sys.executable, "-m", module, "--inside", part, str(given)], subprocess.PIPE
+        self._results, self._options = (Path(self._folder.name) / name for name in ("results.json", "options.json"))
+        self._write(vars(options) | {"results": str(self._results)})
+        command, pipe = [sys.executable, "-m", module, "--inside", part, str(self._options)], subprocess.PIPE
         self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
-    def measure(self, limit: float) -> tuple[Any, dict[str, Any]]:
-        """Start the measurement; return its results (None if it wrote none) and its error after ``limit`` seconds."""
+    def measure(self, limit: float, **changes: Any) -> tuple[Any, dict[str, Any]]:
+        """Start the measurement; return its results (None if it wrote none) and its error after ``limit`` seconds.
+
+        ``changes`` replace options that the process reads after its start.
+        """
         failure: dict[str, Any] = {}
+        self._write(json.loads(self._options.read_text()) | changes)
         try:
             _, errors = self.process.communicate("start\n", timeout=limit)
             if self.process.returncode:
@@ -47,6 +51,9 @@ class IsolatedPart:
             self._kill()
             failure = {"error": f"not finished after {limit:g} s"}
         return json.loads(self._results.read_text()) if self._results.exists() else None, failure
+
+    def _write(self, options: dict[str, Any]) -> None:
+        self._options.write_text(json.dumps(options, default=str))
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +83,8 @@ def isolated_part() -> tuple[str, argparse.Namespace] | None:
     return part, argparse.Namespace(**json.loads(Path(given).read_text()))
 
 
-def wait_for_start() -> None:
-    """Return when the measurement is to start; exit if the parent process has ended."""
+def wait_for_start() -> argparse.Namespace:
+    """Return the options when the measurement is to start; exit if the parent process has ended."""
     if not sys.stdin.readline():
         sys.exit("the benchmark that started this process has ended")
+    return argparse.Namespace(**json.loads(Path(sys.argv[3]).read_text()))

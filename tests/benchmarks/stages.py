@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,31 +84,43 @@ class Stages:
             reset_peak_memory()
             self._last = self.now()  # a phase without warm-up is measured from its first step
 
-    def summary(self, phase: int, sampled: float, trained: float, parameters: int, peak_flops: float) -> dict[str, Any]:
-        """Return means over the steps of a phase: seconds, tokens per second, the update's share of the peak, memory.
+    def summary(
+        self, phase: int, tokens: Sequence[tuple[int, int]], v: int, parameters: int, peak_flops: float
+    ) -> dict[str, Any]:
+        """Return the median cycle of a phase: seconds per step, tokens per second, the update's share of the peak.
 
-        ``sampled`` is the number of generated tokens per step, ``trained`` of the tokens in an update.
+        ``tokens`` has the numbers of sampled and of trained tokens of each step, and a cycle ``v`` steps. The median is
+        that of the seconds per trained token; ``steps`` and ``per_token`` have all of them, ``peak_gib`` the peak
+        memory over all.
         """
         steps = self.steps[phase]
-        names = {name for step in steps for name in step}
-        mean = defaultdict(float, {n: sum(s.get(n, 0.0) for s in steps) / len(steps) for n in names})
+        seconds = [sum(step.values()) for step in steps]
+        starts = range(0, len(steps), v)
+        trained = [sum(trained for _, trained in tokens[start : start + v]) for start in starts]
+        per_token = [sum(seconds[start : start + v]) / count for start, count in zip(starts, trained, strict=True)]
+        start = starts[per_token.index(statistics.median_low(per_token))]
+        cycle = steps[start : start + v]
+        sampled, count = (sum(each) / v for each in zip(*tokens[start : start + v], strict=True))
+        names = {name for step in cycle for name in step}
+        mean = defaultdict(float, {n: sum(s.get(n, 0.0) for s in cycle) / v for n in names})
         arithmetic, overhead = mean.pop("arithmetic", 0.0), mean.pop("overhead", 0.0)
         mean["update"] = arithmetic + overhead
         mean["generate"] += (turn := mean.pop("turn", 0.0))
         whole = sum(mean.values())
-        speeds = {"generate": sampled, "score": sampled, "update": trained}
+        speeds = {"generate": sampled, "score": sampled, "update": count}
         return {
             "step_seconds": whole,
-            "steps": [round(sum(step.values()), 4) for step in steps],
+            "steps": [round(each, 4) for each in seconds],
+            "per_token": per_token,
             "stages": {name: mean[name] for name in STAGES},
-            "tokens_per_second": {n: tokens / mean[n] for n, tokens in speeds.items() if mean[n]},
+            "tokens_per_second": {n: speed / mean[n] for n, speed in speeds.items() if mean[n]},
             "arithmetic_seconds": arithmetic,
             "turn_seconds": turn,
             "own_seconds": overhead + mean["rest"],
             "own_share": (overhead + mean["rest"]) / whole,
-            "update_mfu": 6 * parameters * trained / mean["update"] / peak_flops,
+            "update_mfu": 6 * parameters * count / mean["update"] / peak_flops,
             "sampled_tokens": sampled,
-            "trained_tokens": trained,
+            "trained_tokens": count,
             "peak_gib": self.peaks[phase] / 2**30,
         }
 
@@ -119,19 +136,18 @@ class Stages:
         self._last = now
 
 
-class DeviceMemory(threading.Thread):
-    """Records the peak of a GPU's used memory, over all processes and including caches."""
+class UsedMemory(threading.Thread):
+    """Records the peak of the memory in use: on the GPU by all processes, on a CPU by this process and its children."""
 
-    def __init__(self, period: float = 0.05) -> None:
+    def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.period, self.peak = period, 0
+        self.period, self.peak = (0.05 if torch.cuda.is_available() else 0.5), 0
         self._ended = threading.Event()
         atexit.register(self.end)
 
     def run(self) -> None:
         while not self._ended.wait(self.period):
-            free, total = torch.cuda.mem_get_info()
-            self.peak = max(self.peak, total - free)
+            self.peak = max(self.peak, used_memory())
 
     def end(self) -> None:
         """Stop the thread; a process that exits while it queries the GPU would be aborted."""
@@ -139,32 +155,63 @@ class DeviceMemory(threading.Thread):
         self.join()
 
 
-_device: list[DeviceMemory] = []
+_used: list[UsedMemory] = []
+
+
+def used_memory() -> int:
+    """Return the bytes in use: on the GPU by all processes, on a CPU by this process and its children.
+
+    Pages that several processes share count once (proportional set size); imports count.
+    """
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    if Path("/proc/self/smaps_rollup").exists():
+        return sum(map(_proportional_size, _process_tree(os.getpid())))
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(resource.getrusage(each).ru_maxrss for each in whose) * unit
+
+
+def _process_tree(pid: int) -> Iterator[int]:
+    yield pid
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from _process_tree(int(child))
+
+
+def _proportional_size(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def reset_peak_memory() -> None:
     """Start a new measurement of the peak."""
+    if not _used:
+        _used.append(UsedMemory())
+        _used[0].start()
+    _used[0].peak = 0
     if torch.cuda.is_available():
-        if not _device:
-            _device.append(DeviceMemory())
-            _device[0].start()
-        _device[0].peak = 0
         torch.cuda.reset_peak_memory_stats()
-    elif (path := Path("/proc/self/clear_refs")).exists():
-        path.write_text("5")
 
 
 def peak_memory() -> int:
-    """Return the peak in bytes: used on the GPU, or resident in this process (imports included)."""
-    if torch.cuda.is_available():
-        return _device[0].peak if _device else torch.cuda.max_memory_allocated()
-    if (status := Path("/proc/self/status")).exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource
-    import sys
+    """Return the peak of :func:`used_memory` since the last reset, in bytes."""
+    return max(used_memory(), _used[0].peak if _used else 0)
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+def memory_before() -> int:
+    """Return the bytes of GPU memory in use before a run; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
 
 
 def matmul_peak(clock: str = "wall", size: int = 1536, repeats: int = 8) -> float:

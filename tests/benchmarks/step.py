@@ -1,17 +1,18 @@
 """Time a whole step of GRPO with lgrpo and TRL on one machine: ``python -m tests.benchmarks.step`` (``make bench``).
 
-Both systems train the same model on the same prompts, with the same numbers of prompts, completions and tokens, in the
-same precision. They run one after the other in separate processes, each with all workloads in turn; the first steps are
+Both systems train the same model on the same prompts, with the same numbers of prompts and completions, in the same
+precision. They run one after the other in separate processes, each with all workloads in turn; the first steps are
 left out as warm-up. On a GPU, where starting takes longer than measuring, TRL's packages are imported while lgrpo
-starts. Memory use and the order of work are up to each system. Results are written to
-``tests/benchmarks/results/step-MACHINE-MODEL.json``; ``python -m tests.benchmarks.page`` writes a page from them,
-``python -m tests.benchmarks.check`` compares two of them.
+starts. Micro-batches, memory use and the order of work are up to each system. Each run appends a row to
+``tests/benchmarks/results/step.jsonl``; ``python -m tests.benchmarks.page`` writes a page from the rows it shows,
+``python -m tests.benchmarks.check`` compares two files.
 
     python -m tests.benchmarks.step                            # the demo's model on a CPU; needs no file, no network
     python -m tests.benchmarks.step --model FOLDER             # a Hugging Face model
     python -m tests.benchmarks.step --sweep v group length     # also time against v, G and length
     python -m tests.benchmarks.step --threads 1 --clock cpu    # on a machine with other load
-    python -m tests.benchmarks.step --device cuda --no-checkpointing --engine-memory 0.15 --processes 2 --also-v 10
+    python -m tests.benchmarks.step --device cuda --workload fixed --peer best      # after tests.benchmarks.trl_search
+    python -m tests.benchmarks.step --device cuda --workload real --model FOLDER --data GSM8K --peer best
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.isolated import IsolatedPart, isolated_part, wait_for_start
-from tests.benchmarks.stages import STAGES, matmul_peak
+from tests.benchmarks.stages import STAGES, matmul_peak, memory_before
 from tests.benchmarks.workload import SHAPES, make_model
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,16 +46,62 @@ SIZES: dict[str, dict[str, Any]] = {  # on a CPU, lengths are 16 or 32 times sho
     "folder": {"prompts": 4, "group": 4, "prompt_tokens": 8, "completion_tokens": 16, "mean_tokens": 10.0}
     | {"cap_tokens": 32, "micro_batches": 1, "steps": 4, "warm_up": 2},
     "cuda": {"prompts": 28, "group": 16, "prompt_tokens": 100, "completion_tokens": 512, "mean_tokens": 300.0}
-    | {"cap_tokens": 1024, "micro_batches": 28, "steps": 2, "warm_up": 1},
+    | {"cap_tokens": 1024, "micro_batches": 28, "steps": 3, "warm_up": 1},
 }
+REAL_CAP = {"cuda": 320, "cpu": 16}
+"""Maximum length of completions of real prompts."""
+PEER: dict[str, Any] = {
+    "rows": None,
+    "checkpointing": False,
+    "liger": False,
+    "compile": False,
+    "attention": "sdpa",
+    "sleeps": False,
+    "engine_memory": 0.3,
+    "detokenize": True,
+    "correction": False,
+    "continuous_batching": False,
+}
+"""TRL's settings: completions per micro-batch (None: as many as lgrpo), ``gradient_checkpointing``,
+``use_liger_kernel``, ``torch_compile``, the attention kernel, ``vllm_enable_sleep_mode``,
+``vllm_gpu_memory_utilization``, whether vLLM returns texts (TRL reads token ids only),
+``vllm_importance_sampling_correction`` (which adds a forward pass), ``use_transformers_continuous_batching``."""
 SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
     "v": ("v", (1, 2, 5, 10), ["lgrpo", "trl"]),
     "group": ("group", (4, 8, 16, 32), ["lgrpo"]),
     "length": ("completion_tokens", (16, 32, 64, 128), ["lgrpo"]),
 }
 SETTINGS = ("prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens", "micro_batches")
-SETTINGS += ("checkpointing", "compile", "liger", "continuous_batching", "threads", "clock", "engine_memory")
-SETTINGS += ("processes", "sequences", "peer_engine_memory", "peer_sleeps", "peer_correction", "activation_memory")
+SETTINGS += ("checkpointing", "compile", "threads", "clock", "engine_memory", "cache_gib")
+SETTINGS += ("processes", "sequences", "activation_memory", "peer")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSONL file; none if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def origin(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the rows of a command share: its start, commit, machine, model and versions."""
+    packages = ("torch", "transformers", "trl", "lightning", *(["vllm"] if options.device == "cuda" else []))
+    return {
+        "command": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": options.commit or commit(),
+        "machine": options.machine or machine_name(options.device),
+        "device": options.device,
+        "model": Path(options.model).name,
+        "versions": {name: version(name) for name in packages},
+        "peak_flops": options.peak_flops,
+    }
+
+
+def commit() -> str:
+    """Return the commit of this repository, marked if there are changes; "unknown" in a copy without git."""
+    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def machine_name(device: str) -> str:
@@ -79,6 +126,14 @@ def start(system: str, options: argparse.Namespace, phases: list[dict[str, Any]]
     """Start the process of one system, which waits for :meth:`IsolatedPart.measure`."""
     given = argparse.Namespace(**vars(options), phases=phases)
     return IsolatedPart("tests.benchmarks.step", system, given, options.threads)
+
+
+@contextmanager
+def model_folder(options: argparse.Namespace) -> Iterator[None]:
+    """Set ``options.folder``: of the given model, or for one with random weights (temporary if not given)."""
+    with tempfile.TemporaryDirectory() as name:
+        options.folder = (options.folder or name) if options.model in SHAPES else options.model
+        yield
 
 
 def ensure_model(options: argparse.Namespace) -> None:
@@ -135,7 +190,9 @@ def compare(
             add_trl(run, runs)
         if all("step_seconds" in run.get(system, {}) for system in ("lgrpo", "trl")):
             ours, peer = (run[system]["step_seconds"] / run[system]["trained_tokens"] for system in ("lgrpo", "trl"))
-            run["ratio"] = peer / ours  # with realistic lengths, a cycle has more or fewer tokens per step
+            run["ratio"] = peer / ours  # with realistic and real lengths, steps have more or fewer tokens
+            ours, peer = run["lgrpo"]["per_token"], run["trl"]["per_token"]
+            run["ratio_range"] = [min(peer) / max(ours), max(peer) / min(ours)]
     yield runs
 
 
@@ -173,14 +230,22 @@ def table(run: dict[str, Any]) -> str:
     row("update, share of the peak (6N)", "update_mfu", lambda f: f"{f['update_mfu']:.1%}")
     row("own time", "own_share", lambda f: f"{f['own_seconds']:.3g} ({f['own_share']:.1%})")
     row("peak memory, GiB", "peak_gib", lambda f: f"{f['peak_gib']:.3g}")
+    row("– of which KV cache", "cache_gib", lambda f: f"{f['cache_gib']:.3g}")
+    row("tokens trained in the step", "trained_tokens", lambda f: f"{f['trained_tokens']:,.0f}")
     return "\n".join(lines)
 
 
-def parse() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", help=f"Hugging Face folder, or one of {', '.join(SHAPES)} with random weights")
-    parser.add_argument("--workload", nargs="+", choices=["fixed", "realistic", "none"], default=["fixed", "realistic"])
+    parser.add_argument(
+        "--workload", nargs="+", choices=["fixed", "realistic", "real", "none"], default=["fixed", "realistic"]
+    )
+    parser.add_argument("--data", type=Path, help="folder of GSM8K, for the workload real")
+    parser.add_argument("--folder", type=Path, help="folder that keeps a model with random weights for later commands")
+    parser.add_argument("--commit", help="commit of the code, for a copy without git")
     parser.add_argument(
         "--sweep", nargs="+", choices=SWEEPS, default=[], help="further runs over these, with fixed lengths"
     )
@@ -207,37 +272,26 @@ def parse() -> argparse.Namespace:
         default=[],
         help="values of v of further lgrpo runs, compared with TRL at --v 1",
     )
-    parser.add_argument("--engine-memory", type=float, default=0.4, help="share of the GPU's memory for lgrpo's vLLM")
+    parser.add_argument("--engine-memory", type=float, default=0.15, help="share of the GPU's memory for lgrpo's vLLM")
     parser.add_argument(
-        "--peer-engine-memory",
-        type=float,
-        default=0.3,
-        help="share of the GPU's memory for TRL's vLLM (0.3, TRL's default)",
+        "--cache-gib", type=float, help="size of the KV cache of lgrpo's engines together; default: for a whole rollout"
     )
     parser.add_argument(
-        "--peer-sleeps", action=argparse.BooleanOptionalAction, default=False, help="TRL's vLLM sleeps during updates"
-    )
-    parser.add_argument(
-        "--peer-correction",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="TRL's vllm_importance_sampling_correction (TRL's default), which adds a forward pass",
+        "--peer",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"TRL's settings, or best: those of the fastest row of tests.benchmarks.trl_search ({', '.join(PEER)})",
     )
     parser.add_argument(
         "--processes",
         type=int,
-        help="processes of lgrpo's EnginePool; 0 for the trainer's process (default: 2 for small models on a CPU)",
+        help="processes of lgrpo's EnginePool; 0 for the trainer's process (default: 2 on a GPU and for small models)",
     )
     parser.add_argument("--sequences", type=int, default=320, help="sequences that each vLLM of lgrpo decodes together")
-    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--checkpointing", action="store_true", help="lgrpo's policy.gradient_checkpointing")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
     parser.add_argument("--activation-memory", type=float, default=0.8, help="lgrpo's policy.activation_memory")
-    parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=False, help="TRL's fused loss")
-    parser.add_argument(
-        "--continuous-batching",
-        action="store_true",
-        help="let TRL generate with the continuous batching of transformers",
-    )
     parser.add_argument("--systems", nargs="+", choices=["lgrpo", "trl"], default=["lgrpo", "trl"])
     parser.add_argument("--threads", type=int, help="number of torch threads; one per core by default")
     parser.add_argument(
@@ -249,7 +303,12 @@ def parse() -> argparse.Namespace:
         help="import the packages of the second system while the first one starts (default on a GPU)",
     )
     parser.add_argument("--limit", type=float, default=400, help="time limit in seconds for each system and workload")
-    parser.add_argument("--out", type=Path, help="path of the results; by default in tests/benchmarks/results")
+    parser.add_argument("--out", type=Path, default=RESULTS / "step.jsonl", help="file to append the rows to")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the checked options of this command."""
     options = parser.parse_args()
     cuda = options.device == "cuda"
     if cuda and not torch.cuda.is_available():
@@ -258,60 +317,90 @@ def parse() -> argparse.Namespace:
     if options.model not in SHAPES and not Path(options.model, "config.json").exists():
         parser.error(f"--model {options.model} is neither a folder with a config.json nor one of {', '.join(SHAPES)}")
     small = options.model in ("demo", "tiny")
-    for name, value in SIZES["cuda" if cuda else "demo" if small else "folder"].items():
+    sizes = SIZES["cuda" if cuda else "demo" if small else "folder"]
+    if options.workload == ["real"]:
+        sizes = sizes | {"cap_tokens": REAL_CAP[options.device]}
+    for name, value in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")
-    if options.prompts * options.group % options.micro_batches:
+    size = options.prompts * options.group
+    if size % options.micro_batches:
         parser.error(
             f"{options.prompts} prompts × {options.group} cannot be split into {options.micro_batches} micro-batches"
         )
+    if "real" in options.workload and (options.workload != ["real"] or options.model in SHAPES or not options.data):
+        parser.error("the workload real requires --model FOLDER and --data, and no other workload in the same command")
+    if options.workload == ["real"]:
+        options.prompt_tokens = options.completion_tokens = options.mean_tokens = 0
+    if options.peer == ["best"]:
+        from tests.benchmarks.trl_search import best_settings
+
+        options.peer = best_settings(options)
+    else:
+        options.peer = PEER | dict(map(peer_setting, options.peer))
+    options.peer["rows"] = options.peer["rows"] or size // options.micro_batches
+    if options.peer.keys() != PEER.keys() or size % options.peer["rows"]:
+        parser.error(f"--peer {options.peer}: names are {', '.join(PEER)}, and rows must divide {size}")
     if options.also_v and options.workload == ["none"]:
         parser.error("--also-v requires a workload other than none")
     if options.sequences <= 0:
         parser.error(f"--sequences is {options.sequences}; it must be above 0")
     if options.processes is None:
-        options.processes = 2 if small and not cuda and options.threads is None and (os.cpu_count() or 1) > 1 else 0
+        on_cpu = small and options.threads is None and (os.cpu_count() or 1) > 1
+        options.processes = 2 if cuda or on_cpu else 0
     if options.clock == "cpu" and options.processes:
         parser.error("--clock cpu measures one process: add --processes 0")
     if options.clock == "cpu" and (cuda or options.threads != 1):
         parser.error("--clock cpu adds up the time of all threads: it requires --threads 1 on a CPU")
-    options.checkpointing = cuda if options.checkpointing is None else options.checkpointing
     options.compile = cuda if options.compile is None else options.compile
     # A machine with a GPU has enough cores for both, and loading the first system takes longer than the imports of the
     # second. On a CPU the imports would overlap with the measured steps.
     options.early_start = cuda if options.early_start is None else options.early_start
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    options.peak_flops = H200 if cuda else matmul_peak(options.clock)
+    options.memory_before = memory_before()
+    longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
+    options.longest = options.prompt_tokens + longest  # over all jobs, which share the model
     return options
+
+
+def peer_setting(text: str) -> tuple[str, Any]:
+    """Return the name and the value of a setting of TRL.
+
+    >>> peer_setting("rows=32"), peer_setting("attention=sdpa")
+    (('rows', 32), ('attention', 'sdpa'))
+    """
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def measure_part(part: tuple[str, argparse.Namespace]) -> None:
+    """Measure a system in its own process; see :class:`IsolatedPart`."""
+    from tests.benchmarks.systems import SYSTEMS, import_packages
+
+    system, options = part
+    import_packages(system)
+    if options.early_start and torch.cuda.is_initialized():
+        raise RuntimeError(f"importing the packages of {system} initialised CUDA: add --no-early-start")
+    options = wait_for_start()
+    Path(options.results).write_text(json.dumps(SYSTEMS[system](options)))
 
 
 def main() -> None:
     if part := isolated_part():
-        from tests.benchmarks.systems import SYSTEMS, import_packages
-
-        system, options = part
-        import_packages(system)
-        if options.early_start and torch.cuda.is_initialized():
-            raise RuntimeError(f"importing the packages of {system} initialised CUDA: add --no-early-start")
-        wait_for_start()
-        Path(options.results).write_text(json.dumps(SYSTEMS[system](options)))
+        measure_part(part)
         return
-    options = parse()
-    machine = options.machine or machine_name(options.device)
-    model = Path(options.model).name
-    out = options.out or RESULTS / f"step-{slug(f'{machine}-{model}')}.json"
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    options.peak_flops = H200 if options.device == "cuda" else matmul_peak(options.clock)
-    results: dict[str, Any] = {"machine": machine, "device": options.device, "model": model}
-    packages = ("torch", "transformers", "trl", "lightning", *(["vllm"] if options.device == "cuda" else []))
-    results["versions"] = {name: version(name) for name in packages}
-    results |= {"peak_flops": options.peak_flops, "runs": []}
+    options = parse(arguments())
+    shared, rows = origin(options), list[dict[str, Any]]()
+    earlier = options.out.read_text() if options.out.exists() else ""
     workloads: list[str] = options.workload
-    with tempfile.TemporaryDirectory() as name:
-        options.folder = name if options.model in SHAPES else options.model
-        longest = max(options.completion_tokens, options.cap_tokens, *SWEEPS["length"][1])
-        options.longest = options.prompt_tokens + longest  # over all jobs, which share the model
+    with model_folder(options):
         jobs: list[tuple[str | None, argparse.Namespace, list[dict[str, Any]]]] = []
         main_phases = [phase(options, w, options.v, options.steps, options.warm_up) for w in workloads if w != "none"]
         main_phases += [phase(options, w, v, v, 0) for v in options.also_v for w in workloads if w != "none"]
@@ -321,23 +410,26 @@ def main() -> None:
             chosen = {"systems": [system for system in systems if system in options.systems]}
             for value in values:
                 given = argparse.Namespace(**vars(options) | chosen | {field: value})
+                if given.group != options.group:
+                    given.peer = given.peer | {"rows": given.prompts * given.group // given.micro_batches}
                 jobs.append((sweep, given, [phase(given, "fixed", given.v, options.sweep_steps, 1)]))
         for sweep, given, phases in jobs:
-            before = results["runs"]
+            before = rows
             for runs in compare(given, sweep, phases):
-                results["runs"] = before + runs
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(results, indent=1) + "\n")
+                rows = before + [shared | run for run in runs]
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(earlier + "".join(json.dumps(row) + "\n" for row in rows))
             for run in runs:
                 title = f"{run['settings']['workload']} lengths, v = {run['settings']['v']}"
                 title += f", {sweep} {run['settings'][SWEEPS[sweep][0]]}" if sweep in ("group", "length") else ""
-                print(f"\n{model}, {title}, on {machine}\n{table(run)}", flush=True)
+                print(f"\n{shared['model']}, {title}, on {shared['machine']}\n{table(run)}", flush=True)
                 if "ratio" in run:
-                    print(f"{title}: {run['ratio']:.2f} times as fast as TRL", flush=True)
-    print(f"\n{out}")
-    if ratios := [run["ratio"] for run in results["runs"] if run["sweep"] not in SWEEPS and "ratio" in run]:
+                    low, high = run["ratio_range"]
+                    print(f"{title}: {run['ratio']:.2f} times as fast as TRL ({low:.2f}–{high:.2f})", flush=True)
+    print(f"\n{options.out}: command {shared['command']}")
+    if ratios := [row["ratio"] for row in rows if row["sweep"] not in SWEEPS and "ratio" in row]:
         print(f"ratio to TRL {min(ratios):.2f}")  # the smallest over workloads
-    if any("error" in run.get(system, {}) for run in results["runs"] for system in options.systems):
+    if any("error" in row.get(system, {}) for row in rows for system in options.systems):
         sys.exit(1)
 
 

@@ -8,14 +8,17 @@ import json
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
 from lgrpo.callbacks import EngineSync
 from lgrpo.engines import EnginePool, RolloutEngine, TransformersEngine, VLLMEngine
+from lgrpo.tasks import Template
 from tests.benchmarks.stages import Stages
 from tests.benchmarks.workload import (
     PrescribedEmbedded,
@@ -26,6 +29,7 @@ from tests.benchmarks.workload import (
     prescribe_generate,
     prescribe_vllm,
     prompt_texts,
+    real_prompts,
 )
 
 
@@ -72,7 +76,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
     module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True))
     engine = lgrpo_engine(options, work)
     data = RolloutDataModule(
-        DatasetTask(Parity(), train=[{"question": text} for text in work.prompts]),
+        DatasetTask(Parity(), train=[{"question": text} for text in work.prompts], template=work.template),
         engine,
         num_prompts=options.prompts,
         group_size=options.group,
@@ -127,6 +131,8 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
         for phase, result in zip(options.phases, found, strict=True):
             count = phase["warm_up"] + phase["steps"] // phase["v"]
             result["sync_each"], syncs = syncs[phase["warm_up"] : count], syncs[count:]
+            if cuda and options.processes:
+                result["cache_gib"] = work.cache_gib
         return found
 
     return work.run(lambda: trainer.fit(module, datamodule=data), stages, results)
@@ -135,24 +141,25 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
 def lgrpo_engine(options: argparse.Namespace, work: Work) -> RolloutEngine:
     """Return vLLM on a GPU, the embedded engine on a CPU; in the trainer's process or in a pool."""
     cuda, pooled = options.device == "cuda", options.processes > 0
+    prescribed = pooled and not work.is_natural
     engine: RolloutEngine
     if cuda:
-        engine = (PrescribedVLLM if pooled else VLLMEngine)(
+        engine = (PrescribedVLLM if prescribed else VLLMEngine)(
             dtype="bfloat16",
-            max_model_len=options.prompt_tokens + work.longest,
+            max_model_len=work.longest_sequence,
             max_num_seqs=options.sequences,
             gpu_memory_utilization=options.engine_memory / max(1, options.processes),
-            kv_cache_gib=work.cache_gib() / options.processes
+            kv_cache_gib=work.cache_gib / options.processes
             if pooled
             else None,  # with a given size they start in parallel
         )
     else:
-        engine = (PrescribedEmbedded if pooled else TransformersEngine)()
+        engine = (PrescribedEmbedded if prescribed else TransformersEngine)()
     if isinstance(engine, PrescribedVLLM | PrescribedEmbedded):
         engine.given, engine.group = work.lengths, options.group
-        return EnginePool(engine, options.processes)
-    (prescribe_vllm if cuda else prescribe_embedded)(work.lengths)
-    return engine
+    elif not work.is_natural:
+        (prescribe_vllm if cuda else prescribe_embedded)(work.lengths)
+    return EnginePool(engine, options.processes) if pooled else engine
 
 
 def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -160,9 +167,9 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    cuda, work = options.device == "cuda", Work(options)
+    cuda, work, peer = options.device == "cuda", Work(options), options.peer
     stages = Stages(work.phase_of, options.clock)
-    rollouts = [0]
+    rollouts, generate = [0], GRPOTrainer._generate_single_turn
 
     def parity(completion_ids: list[list[int]], **_: Any) -> list[float]:
         size = options.prompts * options.group
@@ -171,6 +178,10 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
             rollouts[0] += 1
         return [float(sum(ids) % 2) for ids in completion_ids]
 
+    def checked(self: Any, prompt_ids: list[list[int]], *arguments: Any, **given: Any) -> Any:
+        work.check_prompts(rollouts[0], prompt_ids)
+        return generate(self, prompt_ids, *arguments, **given)
+
     class Watch(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             stages.wrap_optimizer(given["optimizer"])
@@ -178,18 +189,21 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             stages.end_step(state.global_step)
 
-    if cuda:
+    if cuda and not work.is_natural:
         prescribe_vllm(work.lengths)
+    accumulation = work.size // peer["rows"]
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_vllm=cuda,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=options.peer_engine_memory,
-        vllm_enable_sleep_mode=cuda and options.peer_sleeps,
-        vllm_importance_sampling_correction=options.peer_correction,
-        per_device_train_batch_size=options.prompts * options.group // options.micro_batches,
-        gradient_accumulation_steps=options.micro_batches,
-        steps_per_generation=options.micro_batches * options.phases[0]["v"],
+        vllm_gpu_memory_utilization=peer["engine_memory"],
+        vllm_enable_sleep_mode=cuda and peer["sleeps"],
+        vllm_max_model_length=work.longest_sequence,
+        vllm_importance_sampling_correction=peer["correction"],
+        generation_kwargs={"detokenize": peer["detokenize"]} if cuda else None,
+        per_device_train_batch_size=peer["rows"],
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=accumulation * options.phases[0]["v"],
         num_generations=options.group,
         max_completion_length=work.longest,
         shuffle_dataset=False,
@@ -198,7 +212,8 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
         temperature=1.0,
         beta=0.0,
         bf16=cuda,
-        gradient_checkpointing=options.checkpointing,
+        gradient_checkpointing=peer["checkpointing"],
+        torch_compile=peer["compile"],
         optim="adamw_torch_fused",
         lr_scheduler_type="constant",
         report_to=[],
@@ -206,21 +221,24 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
         logging_strategy="no",
         disable_tqdm=True,
         use_cpu=not cuda,
-        model_init_kwargs={"dtype": "float32"},
-        use_liger_kernel=options.liger,
-        use_transformers_continuous_batching=options.continuous_batching,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": peer["attention"]},
+        use_liger_kernel=peer["liger"],
+        use_transformers_continuous_batching=peer["continuous_batching"],
     )
     trainer = GRPOTrainer(
         model=str(options.folder),
         reward_funcs=parity,
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in work.prompts]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": text}] if work.template.chat else text} for text in work.prompts]
+        ),
         callbacks=[Watch()],
     )
     if cuda:
         stages.wrap(trainer.vllm_generation, "sync_weights", "sync")
-    else:
+    elif not work.is_natural:
         prescribe_generate(trainer.model, trainer.eos_token_ids, work.lengths)
+    GRPOTrainer._generate_single_turn = checked
     stages.wrap(GRPOTrainer, "_generate_single_turn", "generate")
     stages.wrap(GRPOTrainer, "_calculate_rewards", "score")
     stages.wrap(GRPOTrainer, "compute_loss", "overhead")
@@ -228,7 +246,16 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
     stages.wrap(trainer.model, "forward", "arithmetic", outside="generate")
     stages.wrap(trainer.accelerator, "backward", "arithmetic")
     stages.wrap(trainer.accelerator, "clip_grad_norm_", "arithmetic")
-    return work.run(trainer.train, stages, lambda: work.results(stages, trainer.model))
+
+    def results() -> list[dict[str, Any]]:
+        found = work.results(stages, trainer.model)
+        if cuda:
+            cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
+            size = cache_gib(trainer.model.config, cache.num_gpu_blocks * cache.block_size)
+            found = [result | {"cache_gib": size} for result in found]
+        return found
+
+    return work.run(trainer.train, stages, results)
 
 
 SYSTEMS = {"lgrpo": run_lgrpo, "trl": run_trl}
@@ -243,7 +270,7 @@ def import_packages(system: str) -> None:
 
 
 class Work:
-    """The prompts and prescribed lengths of all phases of a run, and checks that a system kept to them."""
+    """The prompts and lengths of all phases of a run, and checks that a system kept to them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -253,24 +280,50 @@ class Work:
         self.periods: list[int] = []
         """Number of rollouts of each cycle; 1 in a warm-up."""
         self.lengths: list[int] = []
+        """Tokens of each completion; with real prompts the cap, until a rollout has been sampled."""
         for number, phase in enumerate(options.phases):
             warm_up, steps, v = phase["warm_up"], phase["steps"], phase["v"]
             self.phase_of += [None] * warm_up + [number] * steps
             self.periods += [1] * warm_up + [v] * (steps // v)
             sizes = (options.completion_tokens, options.mean_tokens, options.cap_tokens)
             self.lengths += lengths(phase["workload"], (warm_up + steps) * self.size, *sizes)
+        self.is_natural = any(phase["workload"] == "real" for phase in options.phases)
         self.failure = "the phase was not completed"
         self.longest = max(self.lengths)
+        tokenizer = AutoTokenizer.from_pretrained(options.folder)
         needed = options.prompts * len(self.phase_of)
-        self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, needed)
+        if self.is_natural:
+            self.prompts = real_prompts(Path(options.data), needed)
+        else:
+            self.prompts = prompt_texts(Path(options.folder), options.prompt_tokens, needed)
+        self.template = Template(chat=self.is_natural and tokenizer.chat_template is not None)
+        rendered = [self.template.render({"question": text}, tokenizer)[1] for text in self.prompts]
+        self.prompt_ids = [ids for ids in rendered if ids is not None]
+        self.longest_sequence = max(map(len, self.prompt_ids)) + self.longest
 
     def check(self, rollout: int, found: list[int], whole: list[int] | None = None) -> None:
-        """Raise if completions, or whole sequences, of a rollout do not have their prescribed lengths."""
-        expected = self.lengths[rollout * self.size : (rollout + 1) * self.size]
+        """Raise if completions, or whole sequences, of a rollout do not have their lengths."""
+        completions = slice(rollout * self.size, (rollout + 1) * self.size)
+        if self.is_natural and max(found) <= self.longest:
+            self.lengths[completions] = found
+        expected = self.lengths[completions]
         if found != expected:
             raise RuntimeError(f"rollout {rollout} has completions of {found[:8]}… tokens, not {expected[:8]}…")
-        if whole is not None and whole != [length + self.options.prompt_tokens for length in expected]:
-            raise RuntimeError(f"the prompts of rollout {rollout} are not {self.options.prompt_tokens} tokens long")
+        prompts = self.prompt_lengths(rollout)
+        if whole is not None and whole != [sum(each) for each in zip(found, prompts, strict=True)]:
+            raise RuntimeError(f"the prompts of rollout {rollout} are not {prompts[:8]} tokens long")
+
+    def check_prompts(self, rollout: int, found: list[list[int]]) -> None:
+        """Raise if the prompts from a rollout on, each repeated for its siblings, have other tokens than expected."""
+        first = rollout * self.options.prompts
+        expected = [ids for ids in self.prompt_ids[first:] for _ in range(self.options.group)][: len(found)]
+        if found != expected:
+            raise RuntimeError(f"rollout {rollout} has the prompt {found[0]}, not {expected[0]}")
+
+    def prompt_lengths(self, rollout: int) -> list[int]:
+        """Return the number of tokens of the prompt of each completion of a rollout."""
+        prompts = self.prompt_ids[rollout * self.options.prompts : (rollout + 1) * self.options.prompts]
+        return [len(ids) for ids in prompts for _ in range(self.options.group)]
 
     def check_policy(self, rollout: int, steps: set[int]) -> None:
         """Raise if a rollout was not sampled by the policy at the start of its cycle."""
@@ -300,27 +353,31 @@ class Work:
             if len(stages.steps[number]) < phase["steps"]:
                 found.append({"error": self.failure})
                 continue
-            sampled, trained = self.tokens(number)
-            summary = stages.summary(number, sampled, trained, parameters, self.options.peak_flops)
+            summary = stages.summary(number, self.tokens(number), phase["v"], parameters, self.options.peak_flops)
+            summary["peak_gib"] -= self.options.memory_before / 2**30
             found.append(summary | {"parameters": parameters})
         return found
 
-    def tokens(self, phase: int) -> tuple[float, float]:
-        """Return the mean numbers of sampled and of trained tokens per step of a phase."""
-        rollouts = [index for index, other in enumerate(self.phase_of) if other == phase]
-        sampled = sum(self.lengths[rollouts[0] * self.size : (rollouts[-1] + 1) * self.size]) / len(rollouts)
-        return sampled, sampled + self.size * self.options.prompt_tokens
+    def tokens(self, phase: int) -> list[tuple[int, int]]:
+        """Return the numbers of sampled and of trained tokens of each step of a phase."""
+        found = []
+        for rollout in (index for index, other in enumerate(self.phase_of) if other == phase):
+            sampled = sum(self.lengths[rollout * self.size : (rollout + 1) * self.size])
+            found.append((sampled, sampled + sum(self.prompt_lengths(rollout))))
+        return found
 
+    @cached_property
     def cache_gib(self) -> float:
-        """Return the cache size for a rollout whose completions all have the maximum length.
+        """Size of lgrpo's cache: the given one, or enough for a rollout of the longest sequences.
 
         For cycles of several rollouts it is at least the size for all sequences that the engines decode together.
         """
-        from transformers import AutoConfig
-
-        prompt, tokens = self.options.prompt_tokens, self.size * (self.options.prompt_tokens + self.longest)
+        if self.options.cache_gib:
+            return float(self.options.cache_gib)
+        tokens: float = self.size * self.longest_sequence
         max_sequences = self.options.processes * self.options.sequences
         for number, phase in enumerate(self.options.phases):
-            mean = self.tokens(number)[0] / self.size
-            tokens = max(tokens, min(self.size * phase["v"], max_sequences) * (prompt + mean))
-        return cache_gib(AutoConfig.from_pretrained(self.options.folder), tokens)
+            each = self.tokens(number)
+            mean = sum(trained for _, trained in each) / len(each) / self.size
+            tokens = max(tokens, min(self.size * phase["v"], max_sequences) * mean)
+        return 1.1 * cache_gib(AutoConfig.from_pretrained(self.options.folder), tokens)

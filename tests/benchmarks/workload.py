@@ -3,11 +3,14 @@
 Lengths are prescribed, so that both systems do the same work: completion j of a run (in the order of prompts, siblings
 adjacent) has ``lengths(...)[j]`` tokens in both. An earlier end-of-sequence token does not end a completion; the last
 token always does. The functions ``prescribe_*`` patch the code of each sampler that decides on the end.
+
+The workload ``real`` prescribes nothing: a given model answers the questions of GSM8K until it ends or reaches the cap.
 """
 
 from __future__ import annotations
 
 import cProfile
+import itertools
 import math
 import os
 import pstats
@@ -16,10 +19,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, Literal
 
 import torch
-from transformers import PretrainedConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from lgrpo import CausalPolicy, Prompt
 from lgrpo.engines import TransformersEngine, VLLMEngine
@@ -38,19 +43,39 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 CHARACTERS = "".join(map(chr, range(0x4E00, 0x4E00 + 400)))
 DEMO_CHARACTERS = "0123456789>"
+INSTRUCTION = "Think step by step, and end with the answer, a plain number."
 SPREAD = 0.7
 """Standard deviation of the logarithm of a realistic length."""
 
-Workload = Literal["fixed", "realistic"]
+Workload = Literal["fixed", "realistic", "real"]
+
+
+def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of ``size`` tokens: padding, end of sequence, and words of letters after a space.
+
+    A random model samples every id, so every id must be a word: a detokenizer that meets ids without text decodes a
+    growing list of them again at every token. Words are decoded from bytes, as by the tokenizers of real models.
+
+    >>> tokenizer = word_tokenizer(1000)
+    >>> len(tokenizer), tokenizer(" a aa b").input_ids, tokenizer.decode([2, 3, 999])
+    (1000, [2, 28, 3], ' a b alj')
+    """
+    words = ("".join(letters) for n in itertools.count(1) for letters in itertools.product(ascii_lowercase, repeat=n))
+    tokens = ["<pad>", "<eos>", *(f"Ġ{word}" for word in itertools.islice(words, size - 2))]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<pad>", eos_token="<eos>")
 
 
 def make_model(folder: Path, shape: str, longest: int) -> None:
-    """Write a Hugging Face folder with a random model and a tokenizer of one token per character."""
+    """Write a Hugging Face folder with a random model and a tokenizer that has a text for each of its ids."""
     from transformers import AutoModelForCausalLM, LlamaConfig  # qwen2 would load another tokenizer
 
     from lgrpo.policy import character_tokenizer
 
-    tokenizer = character_tokenizer(DEMO_CHARACTERS if shape == "demo" else CHARACTERS)
+    is_demo = shape == "demo"
+    tokenizer = character_tokenizer(DEMO_CHARACTERS) if is_demo else word_tokenizer(SHAPES[shape]["vocab_size"])
     size = {"vocab_size": len(tokenizer)} | SHAPES[shape]
     special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     config = LlamaConfig(**size, max_position_embeddings=longest, tie_word_embeddings=True, **special)
@@ -59,8 +84,8 @@ def make_model(folder: Path, shape: str, longest: int) -> None:
     model.to_empty(device="cpu").tie_weights()
     with ThreadPoolExecutor() as threads:
         list(threads.map(partial(_fill, config.initializer_range), enumerate(model.parameters())))
-    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)  # config.json is the sign that the folder is complete
 
 
 @torch.no_grad()
@@ -83,9 +108,9 @@ def random_policy(shape: str, longest: int) -> CausalPolicy:
 
 
 def cache_gib(config: PretrainedConfig, tokens: float) -> float:
-    """Return the size of keys and values of ``tokens`` in two bytes each, plus a tenth."""
+    """Return the size of keys and values of ``tokens`` in two bytes each."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 1.1 * tokens * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2 / 2**30
+    return tokens * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2 / 2**30
 
 
 def prompt_texts(folder: Path, num_tokens: int, count: int) -> list[str]:
@@ -93,17 +118,34 @@ def prompt_texts(folder: Path, num_tokens: int, count: int) -> list[str]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    vocabulary = [t for t in (tokenizer.decode([i]) for i in range(len(tokenizer))) if t.strip().isalnum()]
-    draw, texts = random.Random(1), []
+    draw, texts = random.Random(1), list[str]()
+
+    def word() -> str:
+        while not (text := tokenizer.decode([draw.randrange(len(tokenizer))])).strip().isalnum():
+            pass
+        return text
+
     while len(texts) < count:
-        text = "".join(draw.choices(vocabulary, k=num_tokens))
+        text = "".join(word() for _ in range(num_tokens))
         if len(tokenizer(text).input_ids) == num_tokens:  # adjacent words may merge into one token
             texts.append(text)
     return texts
 
 
+def real_prompts(data: Path, count: int) -> list[str]:
+    """Return the first ``count`` training questions of GSM8K, in the order of its file, with an instruction."""
+    from lgrpo.tasks import GSM8K
+
+    rows = GSM8K(train=str(data)).rows("train")
+    if len(rows) < count:
+        raise ValueError(f"{data} has {len(rows)} training rows; this run needs {count}")
+    return [f"{row['question']}\n\n{INSTRUCTION}" for row in rows[:count]]
+
+
 def lengths(workload: Workload, count: int, fixed: int, mean: float, cap: int) -> list[int]:
     """Return the tokens of each completion: all equal, or log-normal with this mean (before the cap), at most ``cap``.
+
+    With real prompts a completion ends where the model ends it: the cap is returned.
 
     >>> lengths("fixed", 3, 5, 0, 0)
     [5, 5, 5]
@@ -113,6 +155,8 @@ def lengths(workload: Workload, count: int, fixed: int, mean: float, cap: int) -
     """
     if workload == "fixed":
         return [fixed] * count
+    if workload == "real":
+        return [cap] * count
     draw, centre = random.Random(2), math.log(mean) - SPREAD**2 / 2
     return [min(cap, max(1, round(draw.lognormvariate(centre, SPREAD)))) for _ in range(count)]
 
