@@ -47,7 +47,7 @@ demo: .venv/base
 	@$(BIN)/lgrpo fit --config configs/demo.yaml
 
 bench: setup
-	@$(BIN)/python -m tests.benchmarks.step --device cpu --out runs/bench.json $(BENCH)
+	@$(BIN)/python -m tests.benchmarks.step --device cpu --out runs/bench.jsonl $(BENCH)
 
 lint: setup
 	@$(BIN)/ruff check --quiet .

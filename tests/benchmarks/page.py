@@ -1,85 +1,120 @@
-"""Write the kept results of ``step`` and ``update`` as tables and plots: ``python -m tests.benchmarks.page``.
+"""Write the rows of ``step``, ``trl_search`` and ``update`` as tables and plots: ``python -m tests.benchmarks.page``.
 
 Replaces the text between ``<!-- NAME -->`` and ``<!-- end -->`` on ``tutorials/pages/speed.md`` and draws its plots.
-The rest of the page is written by hand.
+The rest of the page is written by hand. Every run stays in ``results/step.jsonl``; the page shows the rows with
+``shown``. ``--show COMMAND …`` marks the rows of these commands instead of earlier ones with the same settings.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import update
-from tests.benchmarks.step import RESULTS, SWEEPS, table
+from tests.benchmarks import trl_search, update
+from tests.benchmarks.step import RESULTS, SWEEPS, read_rows, slug, table
 
 PAGE = Path(__file__).parents[2] / "tutorials" / "pages" / "speed.md"
+ROWS = RESULTS / "step.jsonl"
 COLOURS = {"generate": "#1f77b4", "score": "#9467bd", "sync": "#2ca02c", "update": "#d95f02", "rest": "#7f7f7f"}
 NAMES = {"lgrpo": "lgrpo", "trl": "TRL"}
+Rows = list[dict[str, Any]]
 
 
-def kept() -> dict[str, dict[str, Any]]:
-    """Return every kept result by the name of its file without ``step-``."""
-    return {p.stem.removeprefix("step-"): json.loads(p.read_text()) for p in sorted(RESULTS.glob("step-*.json"))}
+def shown(rows: Rows) -> dict[str, Rows]:
+    """Return the rows that the page shows by the names of machine and model."""
+    found: dict[str, Rows] = {}
+    for row in rows:
+        if row.get("shown"):
+            found.setdefault(slug(f"{row['machine']}-{row['model']}"), []).append(row)
+    return found
 
 
-def main_runs(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [run for run in result["runs"] if run["sweep"] in (None, "also v")]
+def mark(rows: Rows, commands: list[str]) -> None:
+    """Show the rows of these commands, and hide earlier ones of the same machine, model, workload and v.
+
+    Rows with a handicap stay: they are listed separately.
+    """
+
+    def subject(row: dict[str, Any]) -> tuple[Any, ...]:
+        settings = [row["settings"][name] for name in ("workload", "v", "group", "completion_tokens")]
+        return row["machine"], row["model"], row["sweep"], *settings
+
+    if unknown := set(commands) - {row["command"] for row in rows}:
+        raise SystemExit(f"{ROWS} has no rows of the commands {sorted(unknown)}")
+    replaced = {subject(row) for row in rows if row["command"] in commands}
+    for row in rows:
+        if row["command"] in commands:
+            row["shown"] = True
+        elif subject(row) in replaced and "handicap" not in row:
+            row["shown"] = False
 
 
-def describe(name: str, result: dict[str, Any]) -> str:
-    """Return the tables of a result."""
-    blocks, runs = [], main_runs(result)
-    for run in runs:
-        if run.get("brief"):
-            continue
-        s = run["settings"]
-        tokens = (
-            f"{s['completion_tokens']} tokens each"
-            if s["workload"] == "fixed"
-            else f"log-normal lengths, mean {s['mean_tokens']:g}, at most {s['cap_tokens']}"
-        )
-        v = f"{s['v']} (TRL 1)" if run["sweep"] and "trl" in run else s["v"]
+def main_rows(rows: Rows) -> Rows:
+    """Return the rows of no sweep that were measured without a handicap."""
+    return [row for row in rows if row["sweep"] in (None, "also v") and "handicap" not in row]
+
+
+def describe(rows: Rows) -> str:
+    """Return the tables of the rows of a machine and model."""
+    blocks = []
+    for row in main_rows(rows):
+        s = row["settings"]
+        tokens = {
+            "fixed": f"{s['completion_tokens']} tokens each",
+            "realistic": f"log-normal lengths, mean {s['mean_tokens']:g}, at most {s['cap_tokens']}",
+            "real": f"ended by the model, at most {s['cap_tokens']} tokens",
+        }[s["workload"]]
+        prompts = "of GSM8K" if s["workload"] == "real" else f"of {s['prompt_tokens']} tokens"
+        v = f"{s['v']} (TRL 1)" if row["sweep"] and "trl" in row else s["v"]
         title = (
-            f"**{result['model']}, {s['workload']} lengths**: {s['prompts']} prompts of {s['prompt_tokens']} tokens × "
+            f"**{row['model']}, {s['workload']} lengths**: {s['prompts']} prompts {prompts} × "
             f"{s['group']} completions, {tokens}; v = {v}, micro-batches: {s['micro_batches']}; "
             f"steps: {s['steps']} after {s['warm_up']}"
         )
-        title += f"; {run['note']}" if "note" in run else ""
-        title += f". Ratio to TRL: **{run['ratio']:.2f}**" if "ratio" in run else ""
-        blocks.append(f"{title}\n\n{table(run)}")
-    if others := [run for run in runs if run.get("brief")]:
-        blocks.append(brief(others))
-    return "\n\n".join([*blocks, source(result, f"step-{name}.json")])
+        title += f"; TRL: {trl_search.settings_text(s['peer'])}" if "peer" in s else ""
+        title += f"; {row['note']}" if "note" in row else ""
+        title += f"; memory: {row['memory']}" if "memory" in row else ""
+        title += f". Ratio to TRL: **{row['ratio']:.2f}**" if "ratio" in row else ""
+        title += " ({:.2f}–{:.2f})".format(*row["ratio_range"]) if "ratio_range" in row else ""
+        blocks.append(f"{title}\n\n{table(row)}\n\n{source(row, ROWS.name)}")
+    if older := [row for row in rows if "handicap" in row]:
+        blocks.append(with_handicap(older))
+    return "\n\n".join(blocks)
 
 
-def brief(runs: list[dict[str, Any]]) -> str:
-    """Return a table with one row for each older run."""
-    lines = ["| other runs | v | lgrpo, s | generate | TRL, s | generate | ratio | GiB |", "|---|" + "---:|" * 7]
-    for run in runs:
-        both = [run.get(system, {}) for system in NAMES]
-        cells = [f"{run['settings']['workload']} lengths, {run['note']}", str(run["settings"]["v"])]
+def with_handicap(rows: Rows) -> str:
+    """Return a table with one line for each run that was measured with a handicap of TRL."""
+    lines = ["| runs that flatter lgrpo | v | lgrpo, s | generate | TRL, s | generate | ratio | GiB |"]
+    lines.append("|---|" + "---:|" * 7)
+    for row in rows:
+        both = [row.get(system, {}) for system in NAMES]
+        note = f", {row['note']}" if "note" in row else ""
+        cells = [f"{row['settings']['workload']} lengths{note}", str(row["settings"]["v"])]
         for times in both:
-            seconds = [times["step_seconds"], times["stages"]["generate"]] if "step_seconds" in times else []
-            cells += [f"{each:.3g}" for each in seconds] or ["", ""]
-        cells.append(f"{run['ratio']:.2f}" if "ratio" in run else "")
+            seconds = times.get("step_seconds"), times.get("stages", {}).get("generate")
+            cells += ["" if each is None else f"{each:.3g}" for each in seconds]
+        cells.append(f"{row['ratio']:.2f}" if "ratio" in row else "")
         cells.append(" / ".join(f"{times['peak_gib']:.3g}" for times in both if "peak_gib" in times))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    handicaps = "; ".join(dict.fromkeys(row["handicap"] for row in rows))
+    return "\n".join([*lines, "", f"Handicap of TRL: {handicaps}. {source(rows[-1], ROWS.name)}"])
 
 
-def source(result: dict[str, Any], file: str) -> str:
+def source(row: dict[str, Any], file: str) -> str:
     """Return the machine, the versions and a link to the results."""
-    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    return f"{result['machine']}; {versions}; [results](../../tests/benchmarks/results/{file})."
+    versions = ", ".join(f"{package} {number}" for package, number in row["versions"].items())
+    commit = f"; commit {row['commit']}" if "commit" in row else ""
+    return f"{row['machine']}; {versions}{commit}; [results](../../tests/benchmarks/results/{file})."
 
 
-def sweeps(result: dict[str, Any]) -> str:
+def sweeps(rows: Rows) -> str:
     """Return a table of the seconds of a step for each sweep."""
     blocks = []
     for sweep, field in (("v", "v"), ("group", "group"), ("length", "completion_tokens")):
-        runs = [run for run in result["runs"] if run["sweep"] == sweep and "step_seconds" in run.get("lgrpo", {})]
+        runs = [run for run in rows if run["sweep"] == sweep and "step_seconds" in run.get("lgrpo", {})]
         if not runs:
             continue
         title = {"v": "v", "group": "G", "length": "completion tokens"}[sweep]
@@ -105,38 +140,34 @@ def updates() -> dict[str, str]:
     }
 
 
-def filled(text: str, results: dict[str, dict[str, Any]]) -> str:
-    """Return the page with the tables of the results."""
-    blocks = updates()
-    for name, result in results.items():
-        blocks |= {name: describe(name, result), f"sweeps of {name}": sweeps(result)}
+def filled(text: str, rows: Rows) -> str:
+    """Return the page with the tables of the shown rows."""
+    blocks = updates() | {"trl search": trl_search.table(read_rows(trl_search.ROWS))}
+    for name, group in shown(rows).items():
+        blocks |= {name: describe(group), f"sweeps of {name}": sweeps(group)}
     for marker, block in blocks.items():
         pattern = rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda m, b=block: f"{m[1]}\n{b}\n\n{m[2]}", text, flags=re.DOTALL)
     return text
 
 
-def draw_stages(results: dict[str, dict[str, Any]], path: Path) -> None:
+def draw_stages(rows: Rows, path: Path) -> None:
     """Draw the stages of a step relative to TRL's whole step."""
     plt = _pyplot()
-    rows = [
-        (f"{NAMES[system]}{_setting(run, system)}\n{result['model']}, {run['settings']['workload']}", run[system], run)
-        for result in results.values()
-        for run in main_runs(result)
-        if "ratio" in run and not run.get("brief")
+    bars = [
+        (f"{NAMES[system]}{_setting(run, system)}\n{run['model']}, {run['settings']['workload']}", run[system], run)
+        for run in main_rows(rows)
+        if "ratio" in run
         for system in (["lgrpo"] if run["sweep"] else ["trl", "lgrpo"])  # TRL's bar is the same as at v = 1
     ]
-    figure, axes = plt.subplots(figsize=(8, 0.55 * len(rows) + 1.3), layout="constrained")
-    for row, (_, times, run) in enumerate(reversed(rows)):
+    figure, axes = plt.subplots(figsize=(8, 0.55 * len(bars) + 1.3), layout="constrained")
+    for row, (_, times, run) in enumerate(reversed(bars)):
         left, whole = 0.0, run["trl"]["step_seconds"]
-        if "stages" not in times:
-            axes.barh(row, times["step_seconds"] / whole, color="#dddddd", height=0.75)
-            continue
         for stage, colour in COLOURS.items():
             width = times["stages"][stage] / whole
             axes.barh(row, width, left=left, color=colour, height=0.75, label=stage if not row else None)
             left += width
-    axes.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
+    axes.set_yticks(range(len(bars)), [label for label, *_ in reversed(bars)], fontsize=8)
     axes.set_xlabel("time of a step relative to TRL")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     figure.legend(handles, list(COLOURS), fontsize=8, ncols=len(COLOURS), loc="outside upper center")
@@ -150,13 +181,13 @@ def _setting(run: dict[str, Any], system: str) -> str:
     return engines + (f", v = {settings['v']}" if settings["v"] > 1 else "")
 
 
-def draw_sweeps(result: dict[str, Any], path: Path) -> None:
+def draw_sweeps(rows: Rows, path: Path) -> None:
     """Draw the seconds of a step over v, G and length; dotted lines are proportional to the last point."""
     plt = _pyplot()
     figure, panels = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
     titles = {"v": ("v", "v"), "group": ("group", "G"), "length": ("completion_tokens", "completion tokens")}
     for axes, (sweep, (field, title)) in zip(panels, titles.items(), strict=True):
-        runs = [run for run in result["runs"] if run["sweep"] == sweep]
+        runs = [run for run in rows if run["sweep"] == sweep]
         for system, colour in (("lgrpo", "#d95f02"), ("trl", "#1f77b4")):
             points = [(r["settings"][field], r[system]["step_seconds"]) for r in runs if "stages" in r.get(system, {})]
             if points:
@@ -182,12 +213,18 @@ def _pyplot() -> Any:
 
 
 def main() -> None:
-    results = kept()
-    PAGE.write_text(filled(PAGE.read_text(), results))
-    draw_stages(results, PAGE.with_name("speed_stages.png"))
-    for result in results.values():
-        if any(run["sweep"] in SWEEPS for run in result["runs"]):
-            draw_sweeps(result, PAGE.with_name(f"speed_sweeps_{result['model']}.png"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", nargs="+", default=[], metavar="COMMAND", help="commands whose rows to show")
+    options, rows = parser.parse_args(), read_rows(ROWS)
+    if options.show:
+        mark(rows, options.show)
+        ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    PAGE.write_text(filled(PAGE.read_text(), rows))
+    groups = shown(rows)
+    draw_stages([row for group in groups.values() for row in group], PAGE.with_name("speed_stages.png"))
+    for group in groups.values():
+        if any(row["sweep"] in SWEEPS for row in group):
+            draw_sweeps(group, PAGE.with_name(f"speed_sweeps_{group[0]['model']}.png"))
     print(PAGE)
 
 

@@ -77,6 +77,7 @@ class Stages:
         if phase is not None:
             self.steps[phase].append(dict(self._totals))
             self.peaks[phase] = peak_memory()
+            self._last = self.now()  # reading the memory is not part of a step
         self._totals.clear()
         if following != phase:
             if phase is not None:

@@ -89,7 +89,7 @@ def origin(options: argparse.Namespace) -> dict[str, Any]:
         "commit": options.commit or commit(),
         "machine": options.machine or machine_name(options.device),
         "device": options.device,
-        "model": Path(options.model).name,
+        "model": options.name,
         "versions": {name: version(name) for name in packages},
         "peak_flops": options.peak_flops,
     }
@@ -249,6 +249,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sweep", nargs="+", choices=SWEEPS, default=[], help="further runs over these, with fixed lengths"
     )
+    parser.add_argument("--name", help="name of the model in the results; by default the one of its folder")
     parser.add_argument("--machine", help="name of the machine in the results; by default the processor's model")
     parser.add_argument("--prompts", type=int, help="prompts per rollout")
     parser.add_argument("--group", type=int, help="completions per prompt")
@@ -316,6 +317,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options.model = options.model or ("1.5b" if cuda else "demo")
     if options.model not in SHAPES and not Path(options.model, "config.json").exists():
         parser.error(f"--model {options.model} is neither a folder with a config.json nor one of {', '.join(SHAPES)}")
+    options.name = options.name or Path(options.model).name
     small = options.model in ("demo", "tiny")
     sizes = SIZES["cuda" if cuda else "demo" if small else "folder"]
     if options.workload == ["real"]:

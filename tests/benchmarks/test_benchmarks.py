@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -17,19 +18,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
 
-from tests.benchmarks import answers, check, demo, page, studies
+from lgrpo.policy import character_tokenizer
+from tests.benchmarks import answers, check, demo, page, studies, trl_search
 from tests.benchmarks.isolated import IsolatedPart
-from tests.benchmarks.stages import Stages
-from tests.benchmarks.step import table
+from tests.benchmarks.stages import Stages, used_memory
+from tests.benchmarks.step import PEER, arguments, parse, read_rows, table
 from tests.benchmarks.systems import Work
-from tests.benchmarks.workload import lengths, make_model, prompt_texts
+from tests.benchmarks.workload import lengths, make_model, prompt_texts, word_tokenizer
 from tests.processes.alive import until_all_ended
 
 pytestmark = pytest.mark.slow("starts the benchmarks, most of them beside TRL")
 
-KEPT = page.kept()
+KEPT = read_rows(page.ROWS)
+GROUPS = page.shown(KEPT)
 SIZE = "--prompts 2 --group 4 --prompt-tokens 4 --completion-tokens 6 --mean-tokens 5 --cap-tokens 12 --steps 1"
+RUN = {"peak_flops": 1e12, "memory_before": 0}
 STEP = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--threads", "1", *SIZE.split()]
 
 
@@ -52,22 +58,24 @@ def test_a_run_with_other_lengths_is_rejected(tmp_path):
     work = Work(Namespace(**given, phases=phases, mean_tokens=0, cap_tokens=0))
     assert work.phase_of == [None, 0, 1, 1, 1, 1]
     assert work.periods == [1, 1, 2, 2]
-    assert work.tokens(1) == (20, 44)
+    assert work.tokens(1) == [(20, 44)] * 4
     work.check(1, [5, 5, 5, 5], [11, 11, 11, 11])
     with pytest.raises(RuntimeError, match="rollout 1 has completions of"):
         work.check(1, [5, 5, 4, 5])
     work.check_policy(3, {2})
     with pytest.raises(RuntimeError, match=r"rollout 3 was sampled by the policy of steps \[3\], not 2"):
         work.check_policy(3, {3})
-    with pytest.raises(RuntimeError, match="not 6 tokens long"):
+    with pytest.raises(RuntimeError, match="tokens long"):
         work.check(1, [5, 5, 5, 5], [11, 11, 12, 11])
+    with pytest.raises(RuntimeError, match="rollout 1 has the prompt"):
+        work.check_prompts(1, [work.prompt_ids[2], *[work.prompt_ids[3]] * 3])
 
 
 def test_a_failure_keeps_the_results_of_earlier_phases(tmp_path):
     make_model(tmp_path, "demo", 64)
     phases = [{"workload": "fixed", "v": 1, "warm_up": 1, "steps": 1}] * 2
     given = {"folder": tmp_path, "prompts": 1, "group": 2, "prompt_tokens": 6, "completion_tokens": 5, "mean_tokens": 0}
-    work = Work(Namespace(**given, phases=phases, cap_tokens=0, peak_flops=1e12, results=tmp_path / "results.json"))
+    work = Work(Namespace(**given, phases=phases, cap_tokens=0, **RUN, results=tmp_path / "results.json"))
     stages, model = Stages(work.phase_of, "wall"), torch.nn.Linear(2, 2)
 
     def train():
@@ -105,21 +113,92 @@ def test_time_is_counted_once_in_the_stage_it_belongs_to():
     engine.generate()
     stages.inside("overhead", time.sleep, 0.01)
     stages.end_step(1)
-    summary = stages.summary(0, sampled=1, trained=1, parameters=1, peak_flops=1)
+    summary = stages.summary(0, [(1, 1)], 1, parameters=1, peak_flops=1)
     assert 0.02 <= summary["turn_seconds"] < summary["stages"]["generate"] - 0.04 + 1e-6
     assert summary["stages"]["sync"] >= 0.1
     assert summary["step_seconds"] == pytest.approx(summary["steps"][0], abs=1e-4)
     assert f"| – – wake, sleep, free memory | {summary['turn_seconds']:.3g} |" in table({"lgrpo": summary})
 
 
+def test_the_median_cycle_counts():
+    """Cycles of two steps with 10, 30 and 20 ms per token; the stages are those of the median one."""
+    stages = Stages([0] * 6, "wall")
+    stages.steps[0] = [{"generate": 3 * s, "arithmetic": s} for s in (0.01, 0.01, 0.03, 0.03, 0.04, 0.04)]
+    stages.peaks[0] = 0
+    summary = stages.summary(0, [(2, 4)] * 4 + [(4, 8)] * 2, 2, parameters=1, peak_flops=1)
+    assert summary["per_token"] == pytest.approx([0.01, 0.03, 0.02])
+    assert (summary["step_seconds"], summary["trained_tokens"]) == (pytest.approx(0.16), 8)
+    assert summary["stages"]["generate"] == pytest.approx(0.12)
+
+
+def test_memory_counts_child_processes():
+    before = used_memory()
+    hold = "held = bytearray(200_000_000); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert 190e6 < used_memory() - before < 300e6
+        child.communicate(b"\n")
+
+
+def test_every_id_of_a_random_model_has_a_text(tmp_path):
+    """Ids without a text would make vLLM's detokenizer, which only TRL uses, several times as slow."""
+    make_model(tmp_path, "tiny", 64)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [tokenizer.decode([i]) for i in range(512)]
+    assert len(tokenizer) == len(set(texts)) == 512
+    large = word_tokenizer(151_936)
+    stream = DecodeStream(skip_special_tokens=True)
+    pieces = [stream.step(large._tokenizer, i) for i in range(2, 151_936, 97)]
+    assert all(pieces), "every token is decoded at once"
+    assert large("".join(pieces)).input_ids == [*range(2, 151_936, 97)]
+
+
+def test_real_prompts(tmp_path):
+    """Both systems render the same prompts, and completions end where the model ends them."""
+    make_model(tmp_path / "model", "tiny", 512)
+    tokenizer = character_tokenizer(string.printable)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}> "
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"question": f"1 + {n}?", "answer": f"It is <<1+{n}>>.\n#### {n + 1}"} for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--threads", "1", "--workload", "real"]
+    command += ["--model", str(tmp_path / "model"), "--data", str(tmp_path), "--prompts", "2", "--warm-up", "1"]
+    done = subprocess.run([*command, "--steps", "3", "--out", str(tmp_path / "new.jsonl")], capture_output=True)
+    (row,) = read_rows(tmp_path / "new.jsonl")
+    assert done.returncode == 0, (row, done.stderr[-2000:])
+    for system in ("lgrpo", "trl"):
+        assert row[system]["sampled_tokens"] <= 2 * 4 * 16
+        assert len(row[system]["steps"]) == len(row[system]["per_token"]) == 3
+    assert row["ratio_range"][0] <= row["ratio"] <= row["ratio_range"][1]
+    assert "prompts of GSM8K" in page.describe([row])
+
+
+def test_search_of_settings(tmp_path, monkeypatch, capsys):
+    """Failed candidates have a row, rows are not measured again, and the best is found."""
+    monkeypatch.setattr(trl_search, "MOVES", [{}, {"attention": "none such"}, {"rows": 4}])
+    monkeypatch.setattr(trl_search, "ROWS", tmp_path / "rows.jsonl")
+    options = ["--device", "cpu", *SIZE.split(), "--model", "tiny", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["trl_search", *options])
+    for _ in range(2):
+        trl_search.main()
+        rows = read_rows(tmp_path / "rows.jsonl")
+        assert ["error" in row["trl"] for row in rows] == [False, True, False]
+        assert [row["settings"]["peer"]["rows"] for row in rows] == [8, 8, 4]
+    best = min((rows[0], rows[2]), key=trl_search.seconds_per_token)
+    monkeypatch.setattr(sys, "argv", ["step", *options, "--workload", "fixed", "--peer", "best"])
+    assert parse(arguments()).peer == best["settings"]["peer"]
+    assert PEER.keys() == best["settings"]["peer"].keys()
+    assert "| tiny | fixed | 1 | rows 8, attention none such | failed: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("early_start", [False, True])
 def test_both_systems_in_one_run(early_start, tmp_path):
     """Equal lengths, realistic ones, and a cycle of two: each system checks the length of every completion."""
-    command = [*STEP, "--also-v", "2", "--warm-up", "1", "--machine", "a machine", "--out", str(tmp_path / "new.json")]
+    out = tmp_path / "new.jsonl"
+    command = [*STEP, "--also-v", "2", "--warm-up", "1", "--machine", "a machine", "--out", str(out)]
     command += ["--early-start"] if early_start else []
     done = subprocess.run(command, capture_output=True, text=True)
-    result = json.loads((tmp_path / "new.json").read_text())
-    runs = result["runs"]
+    runs = read_rows(out)
     assert done.returncode == 0, (runs, done.stderr[-2000:])
     assert done.stdout.splitlines()[-1] == f"ratio to TRL {min(run['ratio'] for run in runs):.2f}"
     assert [(run["settings"]["workload"], run["settings"]["v"], run["sweep"]) for run in runs] == [
@@ -142,9 +221,11 @@ def test_both_systems_in_one_run(early_start, tmp_path):
     assert [len(run["lgrpo"]["steps"]) for run in runs] == [1, 1, 2, 2]
     assert [len(run["lgrpo"]["sync_each"]) for run in runs] == [1, 1, 1, 1]
     assert [run["trl"] for run in runs[2:]] == [run["trl"] for run in runs[:2]], "TRL at v = 1"
-    assert page.describe("a-machine", result).count("steps: 1 after 1") == 2
-    assert result["machine"] == "a machine"
-    assert check.main([str(tmp_path / "new.json"), str(tmp_path / "new.json")]) == 0
+    assert page.describe(runs).count("steps: 1 after 1") == 2
+    assert {(row["machine"], row["command"]) for row in runs} == {("a machine", runs[0]["command"])}
+    page.mark(runs, [runs[0]["command"]])
+    out.write_text("".join(json.dumps(row) + "\n" for row in runs))
+    assert check.main([str(out), str(out)]) == 0
 
 
 def parts_of(benchmark):
@@ -161,7 +242,7 @@ def parts_of(benchmark):
 def test_a_waiting_system_ends_with_the_benchmark(tmp_path):
     """Both processes are started together; the benchmark is killed while the second one waits."""
     benchmark = subprocess.Popen(
-        [*STEP, "--early-start", "--out", str(tmp_path / "new.json")],
+        [*STEP, "--early-start", "--out", str(tmp_path / "new.jsonl")],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -256,40 +337,43 @@ def test_random_models_are_reproducible(tmp_path):
 
 
 class TestCheck:
-    @pytest.mark.parametrize("name", sorted(KEPT))
-    def test_a_result_that_is_slower_in_both_systems_passes(self, name, tmp_path):
-        slower = copy.deepcopy(KEPT[name])
-        for run in slower["runs"]:
-            for system in {"lgrpo", "trl"} & run.keys():
-                run[system]["step_seconds"] *= 3
-        path = tmp_path / f"step-{name}.json"
-        path.write_text(json.dumps(slower))
-        assert check.main([str(path)]) == 0
+    def measured(self, path, rows):
+        """Write the rows as if one command had measured them."""
+        path.write_text("".join(json.dumps(row | {"command": "now"}) + "\n" for row in rows))
+        return str(path)
 
-    @pytest.mark.parametrize("name", sorted(KEPT))
+    @pytest.mark.parametrize("name", sorted(GROUPS))
+    def test_a_result_that_is_slower_in_both_systems(self, name, tmp_path, capsys):
+        """Only on a GPU, whose speed does not depend on other load, seconds are compared."""
+        slower = copy.deepcopy(GROUPS[name])
+        for row in slower:
+            for system in {"lgrpo", "trl"} & row.keys():
+                row[system]["step_seconds"] *= 3
+        is_gpu = slower[0]["device"] == "cuda"
+        assert check.main([self.measured(tmp_path / "new.jsonl", slower)]) == is_gpu
+        assert ("seconds per million tokens on" in capsys.readouterr().out) == is_gpu
+
+    @pytest.mark.parametrize("name", sorted(GROUPS))
     def test_a_slower_or_larger_lgrpo_fails(self, name, tmp_path, capsys):
-        path = tmp_path / f"step-{name}.json"
+        if not page.main_rows(GROUPS[name]):
+            pytest.skip("all rows have a handicap")
+        path = tmp_path / "new.jsonl"
         for metric, words in (("step_seconds", "time of a step over TRL's"), ("peak_gib", "memory over TRL's")):
-            worse = copy.deepcopy(KEPT[name])
-            for run in worse["runs"]:
-                if "trl" in run:
-                    run["lgrpo"][metric] *= 1.2
-            path.write_text(json.dumps(worse))
-            assert check.main([str(path)]) == 1
+            worse = copy.deepcopy(GROUPS[name])
+            for row in worse:
+                if "trl" in row:
+                    row["lgrpo"][metric] *= 1.2
+            assert check.main([self.measured(path, worse)]) == 1
             assert words in capsys.readouterr().out
             assert check.main([str(path), "--tolerance", "0.25"]) == 0
 
     def made_up(self, seconds, own_share=0.1):
+        shared = {"command": "then", "device": "cpu", "model": "demo", "sweep": "group", "shown": True}
         settings = {"workload": "fixed", "v": 1}
-        runs = [
-            {
-                "sweep": "group",
-                "settings": settings | {"group": g},
-                "lgrpo": {"step_seconds": s, "own_share": own_share},
-            }
+        return [
+            shared | {"settings": settings | {"group": g}, "lgrpo": {"step_seconds": s, "own_share": own_share}}
             for g, s in seconds.items()
         ]
-        return {"device": "cpu", "model": "demo", "runs": runs}
 
     def test_growth_along_a_sweep_and_own_share(self):
         kept = check.ratios(self.made_up({4: 1.0, 8: 2.0}))
@@ -298,19 +382,28 @@ class TestCheck:
         assert len(check.worse(check.ratios(self.made_up({4: 1.0, 8: 2.0}, own_share=0.2)), kept, 0.15)) == 2
 
     def test_nothing_to_compare(self, tmp_path, capsys):
-        (tmp_path / "a.json").write_text(json.dumps(self.made_up({4: 1.0})))
-        (tmp_path / "b.json").write_text(json.dumps(self.made_up({16: 1.0})))
-        assert check.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+        first = self.measured(tmp_path / "a.jsonl", self.made_up({4: 1.0}))
+        second = self.measured(tmp_path / "b.jsonl", self.made_up({16: 1.0}))
+        assert check.main([first, second]) == 2
         assert "no run in common" in capsys.readouterr().out
-        assert check.main([str(tmp_path / "a.json")]) == 2
-        assert "kept results: step-" in capsys.readouterr().out
+        assert check.main([first, str(tmp_path / "c.jsonl")]) == 2
+        assert "there is no " in capsys.readouterr().out
 
 
 def test_speed_page_shows_the_kept_results():
     text = page.PAGE.read_text()
     assert page.filled(text, KEPT) == text, "run python -m tests.benchmarks.page"
-    for name in KEPT:
-        assert f"step-{name}.json" in text
+    for name in GROUPS:
+        assert f"<!-- {name} -->" in text
+
+
+def test_a_shown_command_replaces_earlier_ones():
+    rows = [row for row in copy.deepcopy(KEPT) if row["model"] == "demo" and row["sweep"] is None]
+    first = rows[0]["command"]
+    page.mark(rows, [first])
+    assert {row["command"] for row in rows if row["shown"]} == {first}
+    with pytest.raises(SystemExit, match="no rows of the commands"):
+        page.mark(rows, ["tomorrow"])
 
 
 def test_rewards_page_shows_the_kept_rows():
@@ -368,6 +461,7 @@ def test_cache_holds_all_sequences_that_are_decoded_together(v, max_sequences, c
     make_model(tmp_path, "demo", 64)
     phases = [*also, {"workload": "fixed", "v": v, "steps": v, "warm_up": 0}]
     sizes = {"prompts": 2, "group": 2, "prompt_tokens": 4, "completion_tokens": 6, "mean_tokens": 1.0, "cap_tokens": 3}
-    work = Work(Namespace(folder=tmp_path, processes=2, sequences=max_sequences, phases=phases, **sizes))
+    sizes |= {"sequences": max_sequences, "cache_gib": None}
+    work = Work(Namespace(folder=tmp_path, processes=2, phases=phases, **sizes))
     each = (4 + 6) * 2 * 2 * 96 * 2 / 2**30  # tokens, layers, keys and values, width, bytes
-    assert work.cache_gib() == pytest.approx(1.1 * cached * each)
+    assert work.cache_gib == pytest.approx(1.1 * cached * each)

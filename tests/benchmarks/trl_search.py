@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.isolated import IsolatedPart
@@ -71,7 +70,7 @@ def seconds_per_token(row: dict[str, Any]) -> float:
 def best_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return TRL's settings of the fastest row at v = 1 for the options' model and workload."""
     workloads = [name for name in options.workload if name != "none"]
-    wanted = {"workload": workloads[0], "device": options.device, "model": Path(options.model).name}
+    wanted = {"workload": workloads[0], "device": options.device, "model": options.name}
     wanted |= {name: getattr(options, name) for name in SAME}
     rows = [row for row in read_rows(ROWS) if row["settings"]["v"] == 1 and wanted.items() <= key(row).items()]
     rows = [row for row in rows if "step_seconds" in row["trl"]]
@@ -126,11 +125,22 @@ class Search:
                 pass
 
 
+def settings_text(peer: dict[str, Any]) -> str:
+    """Return the settings of TRL that differ from ``PEER``.
+
+    >>> settings_text(PEER | {"rows": 16, "liger": True, "detokenize": False})
+    'rows 16, liger, no detokenize'
+    """
+    changed = {name: value for name, value in peer.items() if value != PEER[name]}
+    words = {True: "{}", False: "no {}"}
+    each = (words[v].format(n) if isinstance(v, bool) else f"{n} {v}" for n, v in changed.items())
+    return ", ".join(each) or "defaults"
+
+
 def describe(row: dict[str, Any]) -> str:
     """Return a row as a line of a Markdown table."""
-    peer, found = row["settings"]["peer"], row["trl"]
-    changed = [f"{name} {value}" for name, value in peer.items() if value != PEER[name]]
-    cells = [row["settings"]["workload"], str(row["settings"]["v"]), ", ".join(changed) or "defaults"]
+    settings, found = row["settings"], row["trl"]
+    cells = [row["model"], settings["workload"], str(settings["v"]), settings_text(settings["peer"])]
     if "step_seconds" in found:
         stages = (found["stages"][stage] for stage in ("generate", "update"))
         numbers = [found["step_seconds"], *stages, found["peak_gib"], found.get("cache_gib", 0.0)]
@@ -143,8 +153,8 @@ def describe(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as a Markdown table."""
-    titles = "| workload | v | TRL's settings | step, s | generate | update | peak, GiB | KV cache |\n"
-    return titles + "|---|---:|---|" + "---:|" * 5 + "\n" + "\n".join(map(describe, rows))
+    titles = "| model | workload | v | TRL's settings | step, s | generate | update | peak, GiB | KV cache |\n"
+    return titles + "|---|---|---:|---|" + "---:|" * 5 + "\n" + "\n".join(map(describe, rows))
 
 
 def main() -> None:

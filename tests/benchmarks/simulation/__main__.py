@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "measured",
         type=Path,
-        help="JSON file of tests.benchmarks.step or tests.benchmarks.vllm_stages, measured on one GPU",
+        help="file of tests.benchmarks.step (JSONL) or tests.benchmarks.vllm_stages, measured on one GPU",
     )
     add("--gpus", type=int, nargs="+", default=[8], help="total numbers of GPUs to compare (8)")
     add(

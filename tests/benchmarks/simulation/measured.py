@@ -44,7 +44,9 @@ class Measured:
 def read_measured(path: Path) -> Measured:
     """Read a file of ``tests.benchmarks.step`` or ``tests.benchmarks.vllm_stages``."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        rows = path.suffix == ".jsonl"
+        content = {"runs": [json.loads(line) for line in text.splitlines()]} if rows else json.loads(text)
     except OSError as error:
         raise SimulationError(f"the measured times {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
