@@ -36,7 +36,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
             found[f"time of a step over TRL's: {name}"] = each[0] / each[1]
             if "peak_gib" in ours and "peak_gib" in peer:
                 found[f"memory over TRL's: {name}"] = ours["peak_gib"] / peer["peak_gib"]
-        if "step_seconds" in ours and run["device"] == "cuda":
+        if "trained_tokens" in ours and run["device"] == "cuda":
             per_million = ours["step_seconds"] / ours["trained_tokens"] * 1e6
             found[f"seconds per million tokens on {run['machine']}: {name}"] = per_million
         if "own_share" in ours:
