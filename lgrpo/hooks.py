@@ -65,6 +65,7 @@ class RolloutOwner(Protocol):
     lead: int
     reuse: int
     generate_ahead: bool
+    overlap: bool
     max_lag: int | None
     behaviour_logprobs: Literal["engine", "policy"]
     tokenizer: PreTrainedTokenizerBase

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # reward workers start faster without it
 
 MIN_WIDTH = 2
 """Smallest T of [B, T] tensors, because the policy predicts a token from the one before it."""
+BYTES_PER_TOKEN = 24
+"""Approximate memory of a token in a RolloutBatch."""
 RECORDED = -1
 """Behaviour step of a completion that was not sampled by a policy of this run; such a completion has no lag."""
 

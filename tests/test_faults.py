@@ -745,7 +745,7 @@ class Failing(TransformersEngine):
         super().__init__()
         self.interrupted = interrupted
         self.left = {"sync": sync, "generation": generation}
-        self.can_overlap = overlaps
+        self.has_own_device = overlaps
 
     def _count(self, what):
         self.left[what] -= 1

@@ -154,8 +154,7 @@ class TestAhead:
         settings = {"v": None, "i": 2, "rollouts": 3, "epochs": 2, "loss": ClippedLoss(kl_coef=0.1)}
         plain = fit(**settings)
         engine = TransformersEngine()
-        engine.can_overlap = overlaps
-        run = build(**settings, data={"engine": engine, "lead": lead, "generate_ahead": ahead})
+        run = build(**settings, data={"engine": engine, "overlap": overlaps, "lead": lead, "generate_ahead": ahead})
         calls, generate = [], engine.generate
 
         def counted(prompts, *args):
@@ -289,10 +288,12 @@ class TestSameGradient:
         run = build(v=2, rollouts=3)
         sample = RolloutSampler.__call__
 
-        def shuffled(self, rollouts: range) -> list[RolloutBatch]:
-            (batch,) = sample(self, rollouts)
-            order = torch.cat([group[torch.randperm(4)] for group in torch.arange(len(batch)).split(4)])
-            return [batch.select(order)]
+        def shuffled(self, rollouts: range, deliver) -> None:
+            def deliver_shuffled(batch: RolloutBatch) -> None:
+                order = torch.cat([group[torch.randperm(4)] for group in torch.arange(len(batch)).split(4)])
+                deliver(batch.select(order))
+
+            sample(self, rollouts, deliver_shuffled)
 
         monkeypatch.setattr(RolloutSampler, "__call__", shuffled)
         run.trainer.fit(run.module, datamodule=run.data)

@@ -145,8 +145,6 @@ def test_an_interrupt_while_a_rollout_is_written(tmp_path, monkeypatch):
 class Endless(TransformersEngine):
     """An engine whose third generation lasts until the engine is closed."""
 
-    can_overlap = True
-
     def __init__(self):
         super().__init__()
         self.is_closed = threading.Event()
@@ -167,7 +165,7 @@ class Endless(TransformersEngine):
 
 def test_an_interrupt_while_a_generation_is_waited_for(tmp_path):
     """The engine must be closed, or the process would wait for the generation before it exits."""
-    run = build(**settings(tmp_path, v=4, rollouts=4, data={"engine": Endless()}))
+    run = build(**settings(tmp_path, v=4, rollouts=4, data={"engine": Endless(), "overlap": True}))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         run.trainer.fit(run.module, datamodule=run.data)
     assert run.data.engine.is_closed.is_set()
@@ -258,8 +256,6 @@ def test_a_process_is_killed_if_its_start_is_interrupted(tmp_path):
 class Watched(TransformersEngine):
     """An engine with slow generations that notes whether a sync came during one."""
 
-    can_overlap = True
-
     def __init__(self):
         super().__init__()
         self.is_generating = False
@@ -278,7 +274,7 @@ class Watched(TransformersEngine):
 
 
 def test_a_sync_waits_for_generations_in_the_background():
-    run = fit(v=1, rollouts=6, data={"engine": Watched(), "lead": 2})
+    run = fit(v=1, rollouts=6, data={"engine": Watched(), "overlap": True, "lead": 2})
     assert run.recorder.lags == [0, 1, 2, 2, 2, 2]
     assert not run.data.engine.was_disturbed
 
@@ -288,7 +284,7 @@ def test_a_sync_of_a_shorter_period_waits_for_the_generation(tmp_path, before):
     """The cycle of the checkpoint is longer, so that rollout 4 is being sampled when its sync becomes due."""
     checkpoint = str(tmp_path / "two.ckpt")
     fit(**settings(tmp_path, v=before, rollouts=2)).trainer.save_checkpoint(checkpoint)
-    run = build(**settings(tmp_path, v=4, rollouts=2, epochs=4, data={"engine": Watched()}))
+    run = build(**settings(tmp_path, v=4, rollouts=2, epochs=4, data={"engine": Watched(), "overlap": True}))
     with pytest.warns(UserWarning, match="period"):
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
     assert [record.step for record in run.data.engine.state.ledger] == [0, 4]

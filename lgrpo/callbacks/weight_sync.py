@@ -109,10 +109,10 @@ class WeightSync(EngineSync):
                 "are sampled after the policy has changed. Use 'engine'"
                 + ("" if is_offline else ", or set data.generate_ahead to sample a cycle before its first step")
             )
-        if data.lead and data.engine.can_overlap:
+        if data.overlap and (data.lead or periods != {1}):
             raise ValueError(
-                f"{reason}, but with data.lead {data.lead} this engine samples in the background while the policy "
-                "changes. Use 'engine', or set data.lead to 0"
+                f"{reason}, but with data.overlap rollouts are sampled in the background while the policy changes. Use "
+                "'engine', or set data.overlap to false"
             )
 
     def is_due(self, trainer: L.Trainer, rollout: int) -> bool:

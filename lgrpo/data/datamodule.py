@@ -19,8 +19,8 @@ from lgrpo.data.difficulty import DifficultySampling
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, skip_validation
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
 from lgrpo.data.prompts import Prompts, load_prompts
-from lgrpo.data.sampler import DynamicSampling, RolloutSampler
-from lgrpo.data.schedule import RolloutSchedule
+from lgrpo.data.sampler import DynamicSampling, RolloutSampler, check_not_truncated
+from lgrpo.data.schedule import RolloutSchedule, check_max_lag, checked_overlap
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
 from lgrpo.hooks import Stage, call_stage, policy_owner
@@ -28,7 +28,7 @@ from lgrpo.rewards import Scoring
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.resume import ResumeSettings, describe
 from lgrpo.tasks import Split, Task
-from lgrpo.types import EvaluationBatch, RolloutBatch
+from lgrpo.types import BYTES_PER_TOKEN, EvaluationBatch, RolloutBatch
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -54,6 +54,7 @@ class RolloutDataModule(L.LightningDataModule):
         evaluation: Evaluation = Evaluation(),  # noqa: B008
         benchmarks: dict[str, Benchmark] | None = None,
         generate_ahead: bool = False,
+        overlap: bool | None = None,
         lead: int = 0,
         max_lag: int | None = None,
         micro_batch_tokens: int | None = None,
@@ -82,6 +83,9 @@ class RolloutDataModule(L.LightningDataModule):
             generate_ahead: Whether to sample all rollouts up to the next sync in one call (up to the end of the epoch
                 if weight_sync.period is null). The samples are the same, in larger batches, and the engine sleeps once
                 a cycle instead of once a rollout.
+            overlap: Whether to sample the rest of a cycle in the background while the trainer updates. The samples are
+                the same; engine and trainer need their memory at the same time. By default with servers only. At
+                weight_sync.period 1 it has an effect only with a ``lead``.
             lead: o, number of rollouts by which sampling precedes training; the lag grows by as many.
             max_lag: Largest lag, in optimizer steps, of a completion in a step on it; by default unlimited. With
                 ``reuse`` above 1 a completion may leave after its first passes. Recorded completions have no lag.
@@ -101,20 +105,10 @@ class RolloutDataModule(L.LightningDataModule):
             check_count(f"data.{name}", value, at_least=1)
         check_count("data.lead", lead, at_least=0)
         check_count("data.max_lag", max_lag, at_least=0)
-        replays = engine is not None and engine.replays  # recorded completions have no lag
-        if max_lag is not None and max_lag < lead * reuse and not replays:
-            raise ValueError(
-                f"data.max_lag is {max_lag}, but with data.lead {lead} and data.reuse {reuse} completions are at least "
-                f"{lead * reuse} optimizer steps old when they are trained on, so nothing would be: raise max_lag, or "
-                "lower the lead"
-            )
+        if engine is None or not engine.replays:  # recorded completions have no lag
+            check_max_lag(max_lag, lead, reuse)
         check_count("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
-        if sampling.is_truncated:
-            raise ValueError(
-                "data.sampling sets top_k, top_p or min_p: truncated sampling gives the dropped tokens no probability, "
-                "so π_θ/π_α is no longer a ratio of the policies. Sample the whole distribution when training, and "
-                "truncate in data.evaluation.sampling only"
-            )
+        check_not_truncated(sampling)
         self.task = task
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
         self.num_prompts = num_prompts
@@ -132,6 +126,7 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError(f"data.benchmarks has {bad}: metrics are logged under the name, so it must have no slash")
         self.lead = lead
         self.generate_ahead = generate_ahead
+        self.overlap = checked_overlap(overlap, self.engine)
         self.max_lag = max_lag
         self.micro_batch_tokens = micro_batch_tokens
         self.max_prompt_tokens = max_prompt_tokens
@@ -140,7 +135,9 @@ class RolloutDataModule(L.LightningDataModule):
         self.shuffle = shuffle
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.train_prompts: Prompts | None = None
-        self.schedule = RolloutSchedule(self.engine, reuse=reuse, lead=lead, generate_ahead=generate_ahead)
+        self.schedule = RolloutSchedule(
+            self.engine, reuse=reuse, lead=lead, generate_ahead=generate_ahead, overlap=self.overlap
+        )
         self._scorers: dict[str, Scorer] = {}
         self._buffer: RolloutBuffer | None = None
         self._evaluators: list[Evaluator] = []
@@ -185,10 +182,11 @@ class RolloutDataModule(L.LightningDataModule):
             dynamic=self.dynamic_sampling,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            overlap=self.overlap,
             on_stage=self._on_stage,
         )
         rollouts_per_epoch = self.num_rollouts or max(1, len(self.train_prompts) // self.num_prompts)
-        self.schedule.reset(trainer, sampler, rollouts_per_epoch)
+        self.schedule.reset(trainer, sampler, rollouts_per_epoch, num_rows * longest * BYTES_PER_TOKEN)
         sampler.prepare_engine(self.schedule.end_of_run(trainer))
         check_logprobs(self.engine, self.behaviour_logprobs, policy_owner(trainer).loss)
         preparation = RolloutPreparation(
@@ -201,6 +199,7 @@ class RolloutDataModule(L.LightningDataModule):
             max_lag=self.max_lag,
             mask_failures=self.scoring is not None and self.scoring.mask_failures,
             budget=budget,
+            started=sampler.started,
         )
         self._buffer = RolloutBuffer(trainer, self.schedule, preparation, rollouts_per_epoch)
 
@@ -228,7 +227,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
         own = {"schedule": self.schedule.state_dict(), "buffer": self._buffer and self._buffer.rollout_state()}
         state = {"ranks": gather_ranks(self._trainer, own), "engine": self.engine.state_dict()}
-        self.engine.sleep()
+        self._rest_engine()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -282,7 +281,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _evaluate(self, index: int) -> EvaluationBatch:
         self.wait_for_sampling()
         batch = self._evaluators[index].evaluate()
-        self.engine.sleep()
+        self._rest_engine()
         return batch
 
     def sample_held_out(self, num_prompts: int) -> RolloutBatch:
@@ -295,7 +294,7 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError("there are no held-out prompts: the task has no validation set")
         self.wait_for_sampling()
         batch = evaluator.held_out_rollout(num_prompts, self.group_size, self.sampling)
-        self.engine.sleep()
+        self._rest_engine()
         return batch
 
     def _evaluator(self, name: str, task: Task, settings: Evaluation) -> Evaluator:
@@ -341,7 +340,12 @@ class RolloutDataModule(L.LightningDataModule):
             raise RuntimeError("a RolloutDataModule needs a Trainer: call trainer.fit(module, datamodule=…)")
         return self.trainer
 
+    def _rest_engine(self) -> None:
+        """Have the engine release its memory, unless it may be sampling in the background."""
+        if not self.overlap:
+            self.engine.sleep()
+
     def _on_stage(self, stage: Stage) -> None:
         """Announce a stage, unless it runs in the background."""
-        if not self.engine.can_overlap:
+        if not self.overlap:
             call_stage(self._trainer, stage)

@@ -51,6 +51,8 @@ class RolloutPreparation:
     max_lag: int | None
     mask_failures: bool
     budget: TokenBudget | None = None
+    started: float = field(default_factory=time.perf_counter)
+    """Beginning of the fit, from which the clock of ``time/clock`` counts."""
     _last_end: float | None = field(default=None, init=False)
     _period: float | None = field(default=None, init=False)  # seconds from the previous rollout to this one
 
@@ -102,7 +104,7 @@ class RolloutPreparation:
     def _idle_times(self, start: float, generate_seconds: float) -> dict[str, float]:
         """Return the time the trainer waited for this rollout; from the second on, also shares of the time between."""
         now = time.perf_counter()
-        times = {"time/wait": now - start}
+        times = {"time/wait": now - start, "time/clock": now - self.started}
         if self._last_end is not None:
             self._period = now - self._last_end
             times["time/trainer_idle_share"] = (now - start) / self._period

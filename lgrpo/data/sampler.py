@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,8 +19,10 @@ from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import Score
-from lgrpo.types import RolloutBatch
+from lgrpo.types import Completion, Prompt, RolloutBatch
 
+Deliver: TypeAlias = Callable[[RolloutBatch], None]
+"""Function that takes a rollout as soon as it is sampled and scored."""
 _ROUND_OFFSET = 2**40 + 15  # odd, so that without shuffling another row is drawn
 """Distance between the positions of a prompt and of its replacement: far beyond the run's positions, so that
 replacements do not use up prompts of a pass."""
@@ -58,7 +62,11 @@ class RolloutSampler:
     dynamic: DynamicSampling | None
     rank: int
     world_size: int
+    overlap: bool
+    """Whether it is called in the background, and delivers each rollout while later ones are being sampled."""
     on_stage: Callable[[Literal["generate", "score"]], None]
+    started: float = field(default_factory=time.perf_counter)
+    """Beginning of the fit, from which the clock of ``time/sampled_at`` counts."""
 
     def __post_init__(self) -> None:
         if self.dynamic is not None and self.prompts.is_streamed:
@@ -75,25 +83,51 @@ class RolloutSampler:
         first_pass = (self.prompts.at(position) for position in range(num_positions))
         self.engine.prepare(self.tokenizer, first_pass, self.group_size, self.sampling)
 
-    def __call__(self, rollouts: range) -> list[RolloutBatch]:
-        """Return some rollouts, sampled in one call of the engine."""
+    def __call__(self, rollouts: range, deliver: Deliver) -> None:
+        """Sample some rollouts in one call of the engine, and deliver them in order.
+
+        If sampling overlaps with training, each is delivered as soon as it is whole. With dynamic sampling, whose
+        rounds need the engine, each rollout then has its own calls.
+        """
+        if not self.overlap:
+            self._sample_together(rollouts, deliver)
+        elif self.dynamic is not None:
+            for rollout in rollouts:
+                self._sample_together(range(rollout, rollout + 1), deliver)
+        else:
+            prompts = prompts_at(self.prompts, self._positions(rollouts))
+            with _Stream(self, rollouts, prompts, deliver) as stream:
+                self.engine.generate(
+                    prompts, self.group_size, self.sampling, self.seed, self.tokenizer, stream.on_group
+                )
+
+    def _positions(self, rollouts: range) -> list[int]:
+        """Return the positions of this rank's prompts."""
+        return [k * self.num_prompts + self.first + j for k in rollouts for j in range(self.share)]
+
+    def _sample_together(self, rollouts: range, deliver: Deliver) -> None:
+        """Sample rollouts in one call, and deliver them when all are scored."""
         self._seconds = {"generate": 0.0, "score": 0.0}
-        positions = [k * self.num_prompts + self.first + j for k in rollouts for j in range(self.share)]
+        positions = self._positions(rollouts)
         groups = self._sample_groups(positions)
         num_resampled = self._resample_zero_variance(groups, positions)
+        sampled_at = time.perf_counter() - self._seconds["score"]
         shares = [slice(j * self.share, (j + 1) * self.share) for j in range(len(rollouts))]
         with self._stage("score"):
-            batches = [
-                collate_rollout(groups[own], self.tokenizer.pad_token_id, self.sampling, rollout)
-                for rollout, own in zip(rollouts, shares, strict=True)
-            ]
+            batches = [self.collate(groups[own], k) for k, own in zip(rollouts, shares, strict=True)]
         seconds = {f"time/{name}": seconds / len(batches) for name, seconds in self._seconds.items()}
-        means = self.scorer.reward.report() | self._new_faults(len(batches))
+        means = self.scorer.reward.report() | self.new_faults(len(batches))
         for batch, own in zip(batches, shares, strict=True):
-            batch.metrics = seconds | means | self.scorer.failures([group.scores for group in groups[own]])
+            batch.metrics |= seconds | means | {"time/sampled_at": sampled_at - self.started}
             if self.dynamic is not None:
                 batch.metrics["rollout/resampled_fraction"] = sum(num_resampled[own]) / self.share
-        return batches
+            deliver(batch)
+
+    def collate(self, groups: Sequence[Group], rollout: int) -> RolloutBatch:
+        """Return the rollout of some groups, with the metrics of their scores."""
+        batch = collate_rollout(groups, self.tokenizer.pad_token_id, self.sampling, rollout)
+        batch.metrics = self.scorer.failures([group.scores for group in groups])
+        return batch
 
     def rescore(self, groups: Sequence[RolloutBatch]) -> list[list[Score]]:
         """Ask the reward again for the scores of groups that were sampled earlier."""
@@ -102,7 +136,7 @@ class RolloutSampler:
         for index, group in enumerate(groups):
             scores_of(index, completions_of(group, self.tokenizer, self.sampling))
         scores = scores_of.result()
-        if not self.engine.can_overlap:
+        if not self.overlap:
             self.scorer.reward.report()  # drop their metrics, which were reported when they were first scored
         return scores
 
@@ -138,7 +172,7 @@ class RolloutSampler:
             "time/engine_recovery": self.engine.faults.recovery_seconds,
         }
 
-    def _new_faults(self, num_rollouts: int) -> dict[str, float]:
+    def new_faults(self, num_rollouts: int) -> dict[str, float]:
         """Return the engine's faults since the last call, divided by the number of rollouts."""
         before, self._faults = self._faults, self._engine_faults()
         return {name: (value - before[name]) / num_rollouts for name, value in self._faults.items()}
@@ -150,6 +184,77 @@ class RolloutSampler:
         start = time.perf_counter()
         yield
         self._seconds[stage] += time.perf_counter() - start
+
+
+def check_not_truncated(sampling: Sampling) -> None:
+    """Raise an error if tokens are left out of the draw when training."""
+    if sampling.is_truncated:
+        raise ValueError(
+            "data.sampling sets top_k, top_p or min_p: truncated sampling gives the dropped tokens no probability, so "
+            "π_θ/π_α is no longer a ratio of the policies. Sample the whole distribution when training, and truncate "
+            "in data.evaluation.sampling only"
+        )
+
+
+class _Stream:
+    """One call of the engine whose rollouts are delivered while it lasts, in order, each when it is scored.
+
+    The engine calls ``on_group``, from any thread. A thread of its own waits for scores and delivers. Leaving the
+    context waits for the last delivery, and raises the error of one that failed.
+    """
+
+    def __init__(self, sampler: RolloutSampler, rollouts: range, prompts: Sequence[Prompt], deliver: Deliver) -> None:
+        self._sampler = sampler
+        self._rollouts = rollouts
+        self._prompts = prompts
+        self._deliver = deliver
+        self._scores_of = GroupScores(sampler.scorer, prompts)
+        self._completions: dict[int, list[Completion]] = {}
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deliver")
+        self._deliveries: list[Future[None]] = []
+        self._last = time.perf_counter()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._thread.shutdown(wait=error is None, cancel_futures=error is not None)
+        if error is None:
+            for delivery in self._deliveries:
+                delivery.result()
+
+    def on_group(self, index: int, completions: list[Completion]) -> None:
+        """Have a group scored, and the next rollouts delivered if it was the last one they waited for."""
+        self._scores_of(index, completions)
+        with self._lock:
+            self._completions[index] = completions
+            while (j := len(self._deliveries)) < len(self._rollouts) and self._own(j) <= self._completions.keys():
+                self._deliveries.append(self._thread.submit(self._finish, j, time.perf_counter()))
+            for delivery in self._deliveries:
+                if delivery.done():
+                    delivery.result()  # ends the generation if a reward failed
+
+    def _own(self, j: int) -> set[int]:
+        """Return the indices of the prompts of the j-th rollout."""
+        return set(range(j * self._sampler.share, (j + 1) * self._sampler.share))
+
+    def _finish(self, j: int, sampled_at: float) -> None:
+        sampler, own = self._sampler, sorted(self._own(j))
+        scores = self._scores_of.result(own)
+        groups = [
+            Group(self._prompts[index], self._completions.pop(index), score)
+            for index, score in zip(own, scores, strict=True)
+        ]
+        batch = sampler.collate(groups, self._rollouts[j])
+        batch.metrics |= sampler.scorer.reward.report() | sampler.new_faults(1)
+        batch.metrics |= {
+            "time/generate": sampled_at - self._last,
+            "time/score": time.perf_counter() - sampled_at,
+            "time/sampled_at": sampled_at - sampler.started,
+        }
+        self._last = sampled_at
+        self._deliver(batch)
 
 
 def may_vary(group: Group, tolerance: float) -> bool:

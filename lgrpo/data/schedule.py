@@ -1,23 +1,29 @@
 """When each rollout is sampled: after its sync, ahead of training by the lead, in the background where possible.
 
 :class:`RolloutSchedule` decides which rollouts are sampled next. :class:`RolloutQueue` samples them, in a thread if the
-engine can overlap with training, and holds them until they are trained on.
+sampling overlaps with training, and holds them until they are trained on.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning as L
 
 from lgrpo.engines import RolloutEngine
-from lgrpo.functional.sync_cycle import ENDLESS, rollout_in_background, rollouts_to_sample
+from lgrpo.functional.sync_cycle import ENDLESS, MAX_AHEAD, rollout_in_background, rollouts_to_sample
 from lgrpo.hooks import call_rollout_start, call_stage
 from lgrpo.types import RolloutBatch
+
+Sample: TypeAlias = Callable[[range, Callable[[RolloutBatch], None]], None]
+"""Function that samples and scores a range of rollouts, and passes them on in order."""
+MAX_BYTES = 8 * 2**30
+"""Most memory of rollouts that wait to be trained on, if they are sampled in the background."""
 
 
 class RolloutSchedule:
@@ -27,26 +33,36 @@ class RolloutSchedule:
     ``release`` drops it from the queue when training on it begins. ``close`` ends a fit that failed.
     """
 
-    def __init__(self, engine: RolloutEngine, *, reuse: int, lead: int, generate_ahead: bool) -> None:
+    def __init__(self, engine: RolloutEngine, *, reuse: int, lead: int, generate_ahead: bool, overlap: bool) -> None:
         self.engine = engine
         self.reuse = reuse
         self.lead = lead
         self.generate_ahead = generate_ahead
+        self.overlap = overlap
         self._queue = RolloutQueue(_not_reset, self._on_sampled, in_background=False)
         self._rollouts_per_epoch = 0
+        self._ahead = 0
         self._last_started = -1
         self._cycle_end: int | None = 0
 
     @property
     def is_sampled_early(self) -> bool:
         """Whether a rollout may have been sampled some time before it is trained on."""
-        return self.lead > 0 or self.generate_ahead or self.engine.can_overlap
+        return self.lead > 0 or self.generate_ahead or self.overlap
 
-    def reset(self, trainer: L.Trainer, sample: Callable[[range], list[RolloutBatch]], rollouts_per_epoch: int) -> None:
-        """Discard the rollouts of an earlier fit. ``sample`` samples and scores a range of rollouts of this one."""
+    def reset(self, trainer: L.Trainer, sample: Sample, rollouts_per_epoch: int, rollout_bytes: int) -> None:
+        """Discard the rollouts of an earlier fit.
+
+        Args:
+            trainer: The Trainer.
+            sample: Function that samples and scores a range of rollouts.
+            rollouts_per_epoch: Rollouts in a Lightning epoch.
+            rollout_bytes: Most memory that a rollout takes, which limits how many are sampled ahead in the background.
+        """
         self._queue.close()
-        self._queue = RolloutQueue(sample, self._on_sampled, self.engine.can_overlap)
+        self._queue = RolloutQueue(sample, self._on_sampled, self.overlap)
         self._rollouts_per_epoch = rollouts_per_epoch
+        self._ahead = min(MAX_AHEAD, max(1, MAX_BYTES // (2 * rollout_bytes))) if self.generate_ahead else 0
         self._last_started = trainer.global_step // self.reuse - 1
 
     def get(self, trainer: L.Trainer, rollout: int) -> tuple[RolloutBatch, float]:
@@ -61,10 +77,11 @@ class RolloutSchedule:
         return self._queue.ready()
 
     def release(self, trainer: L.Trainer, rollout: int) -> None:
-        """Drop rollout k, whose training begins, and sample the next in the background if no sync comes before it."""
+        """Drop rollout k, whose training begins, and sample more in the background if no sync comes before."""
         self._queue.drop(rollout)
-        if self.engine.can_overlap:
-            following = rollout_in_background(rollout, self.lead, self._cycle_end, self.end_of_run(trainer))
+        if self.overlap:
+            ends = self._cycle_end, self.end_of_run(trainer)
+            following = rollout_in_background(rollout, self.lead, *ends, self._queue.end, self._ahead)
             if following is not None:
                 self._request(trainer, following)
 
@@ -78,6 +95,7 @@ class RolloutSchedule:
             self.engine.close()  # ends a generation in the background, which would keep the process alive
 
     def state_dict(self) -> dict[str, Any]:
+        self._queue.collect()
         return {"queue": self._queue.state_dict(), "last_started": self._last_started, "cycle_end": self._cycle_end}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,74 +133,118 @@ class RolloutSchedule:
         """Request a rollout from the queue, and with ``generate_ahead`` the rest of its cycle or epoch."""
         if rollout not in self._queue:
             ends = self._cycle_end, self.end_of_run(trainer)
-            self._queue.request(rollouts_to_sample(rollout, *ends, self.generate_ahead, self._rollouts_per_epoch))
+            rollouts = rollouts_to_sample(rollout, *ends, self.generate_ahead, self._rollouts_per_epoch)
+            self._queue.request(rollouts[: max(1, self._ahead)] if self.overlap else rollouts)
 
     def _on_sampled(self, rollouts: range) -> None:
         if self._cycle_end is not None and rollouts.stop >= self._cycle_end:
             self.engine.finish_cycle()
-        self.engine.sleep()
+        if not self.overlap:
+            self.engine.sleep()
 
 
-def _not_reset(rollouts: range) -> list[RolloutBatch]:
+def check_max_lag(max_lag: int | None, lead: int, reuse: int) -> None:
+    """Raise an error if every completion is older than ``max_lag`` when it is trained on."""
+    if max_lag is not None and max_lag < lead * reuse:
+        raise ValueError(
+            f"data.max_lag is {max_lag}, but with data.lead {lead} and data.reuse {reuse} completions are at least "
+            f"{lead * reuse} optimizer steps old when they are trained on, so nothing would be: raise max_lag, or "
+            "lower the lead"
+        )
+
+
+def checked_overlap(overlap: bool | None, engine: RolloutEngine) -> bool:
+    """Return whether sampling overlaps with training; raise an error if the engine cannot do that."""
+    if overlap and not engine.can_overlap:
+        raise ValueError(
+            f"data.overlap is true, but {type(engine).__name__} cannot sample while the trainer updates: use "
+            "lgrpo.engines.EnginePool, which runs vLLM in other processes, or VLLMServerEngine"
+        )
+    return engine.has_own_device if overlap is None else overlap
+
+
+def _not_reset(rollouts: range, deliver: object) -> None:
     raise RuntimeError("a RolloutSchedule has nothing to sample with: call reset first")
 
 
 class RolloutQueue:
-    """Sampled rollouts by index, and requests being sampled in the background, one after another."""
+    """Sampled rollouts by index, and requests being sampled in the background, one after another.
 
-    def __init__(
-        self, sample: Callable[[range], list[RolloutBatch]], on_sampled: Callable[[range], None], in_background: bool
-    ) -> None:
+    A request delivers its rollouts in order, so that the first can be taken while later ones are being sampled.
+    """
+
+    def __init__(self, sample: Sample, on_sampled: Callable[[range], None], in_background: bool) -> None:
         """
         Args:
-            sample: Function that samples and scores a range of rollouts.
-            on_sampled: Function called when they are in the queue, where an interrupt cannot lose them.
+            sample: Function that samples and scores a range of rollouts, and passes them on.
+            on_sampled: Function called when all of them are in the queue, where an interrupt cannot lose them.
             in_background: Whether to sample in a thread while the trainer continues.
         """
         self._sample = sample
         self._on_sampled = on_sampled
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts") if in_background else None
+        self._changed = threading.Condition()
+        """Held to read or write ``_ready``; notified when a rollout is delivered or a request ends."""
         self._ready: dict[int, RolloutBatch] = {}
-        self._pending: deque[tuple[range, Future[list[RolloutBatch]]]] = deque()
+        self._pending: deque[tuple[range, Future[None]]] = deque()
         self._has_failed = False
 
     def __contains__(self, rollout: int) -> bool:
-        return rollout in self._ready or any(rollout in rollouts for rollouts, _ in self._pending)
+        with self._changed:
+            is_ready = rollout in self._ready
+        return is_ready or any(rollout in rollouts for rollouts, _ in self._pending)
+
+    @property
+    def end(self) -> int:
+        """First rollout after all that are sampled or requested; 0 if there are none."""
+        with self._changed:
+            ends = [rollout + 1 for rollout in self._ready]
+        return max([*ends, *(rollouts.stop for rollouts, _ in self._pending)], default=0)
 
     def request(self, rollouts: range) -> None:
         """Sample rollouts: now, or in the background after earlier requests."""
         if self._executor is None:
-            self._add(self._sample(rollouts))
+            self._sample(rollouts, self._add)
             self._on_sampled(rollouts)
         else:
             self._has_failed &= bool(self._pending)
             self._pending.append((rollouts, self._executor.submit(self._sample_in_background, rollouts)))
+            self._pending[-1][1].add_done_callback(self._notify)
 
     def wait(self) -> None:
         """Wait until nothing is being sampled; raise the error of a sampling that failed."""
         while self._pending:
-            self._wait_for_first()
+            self._finish_first()
 
     def get(self, rollout: int) -> RolloutBatch:
         """Return a rollout, which stays in the queue until ``drop``: an error before its training does not lose it."""
-        while rollout not in self._ready:
-            self._wait_for_first()
-        return self._ready[rollout]
+        while True:
+            self.collect()
+            with self._changed:
+                if rollout in self._ready:
+                    return self._ready[rollout]
+                if not self._pending:
+                    raise KeyError(f"rollout {rollout} was not requested")
+                if not self._pending[0][1].done():
+                    self._changed.wait()
 
     def ready(self) -> list[RolloutBatch]:
         """Return the sampled rollouts in order."""
-        return [batch for _, batch in sorted(self._ready.items())]
+        with self._changed:
+            return [batch for _, batch in sorted(self._ready.items())]
 
     def drop(self, last: int) -> None:
         """Remove the rollouts up to ``last``."""
-        self._ready = {k: batch for k, batch in self._ready.items() if k > last}
+        with self._changed:
+            self._ready = {k: batch for k, batch in self._ready.items() if k > last}
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the sampled rollouts. Pending ones are sampled again after a resume, from the same weights."""
         return [batch.state_dict() for batch in self.ready()]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        self._add([RolloutBatch.from_state_dict(batch) for batch in state])
+        for batch in state:
+            self._add(RolloutBatch.from_state_dict(batch))
 
     def close(self) -> bool:
         """Stop the thread without waiting for it; return whether it was sampling."""
@@ -190,19 +252,25 @@ class RolloutQueue:
             self._executor.shutdown(wait=False, cancel_futures=True)
         return any(not future.done() for _, future in self._pending)
 
-    def _sample_in_background(self, rollouts: range) -> list[RolloutBatch]:
+    def _sample_in_background(self, rollouts: range) -> None:
         if self._has_failed:
             raise RuntimeError("earlier rollouts could not be sampled")
         try:
-            return self._sample(rollouts)
+            self._sample(rollouts, self._add)
         except BaseException:
             self._has_failed = True
             raise
 
-    def _wait_for_first(self) -> None:
+    def collect(self) -> None:
+        """Call ``on_sampled`` for the requests that have ended, and raise the error of one that failed."""
+        while self._pending and self._pending[0][1].done():
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Wait for the first request; raise its error if it failed."""
         rollouts, future = self._pending[0]
         try:
-            self._add(future.result())
+            future.result()
         except BaseException:
             if future.done():  # otherwise the trainer was interrupted, and close() must see what is still pending
                 self._pending.clear()  # later requests depend on this one
@@ -210,5 +278,11 @@ class RolloutQueue:
         self._pending.popleft()
         self._on_sampled(rollouts)
 
-    def _add(self, batches: list[RolloutBatch]) -> None:
-        self._ready |= {batch.rollout: batch for batch in batches}
+    def _add(self, batch: RolloutBatch) -> None:
+        with self._changed:
+            self._ready[batch.rollout] = batch
+            self._changed.notify_all()
+
+    def _notify(self, _: Future[None]) -> None:
+        with self._changed:
+            self._changed.notify_all()

@@ -86,8 +86,8 @@ class GroupScores:
     def __call__(self, index: int, completions: list[Completion]) -> None:
         self._futures[index] = self._scorer.submit(self._prompts[index], completions)
 
-    def result(self) -> list[list[Score]]:
-        """Return the scores of all groups, in the order of their prompts."""
-        groups = [self._futures[index].result() for index in range(len(self._prompts))]
+    def result(self, indices: Sequence[int] | None = None) -> list[list[Score]]:
+        """Return the scores of some groups, by the indices of their prompts; by default of all, in order."""
+        groups = [self._futures[index].result() for index in indices or range(len(self._prompts))]
         self._scorer.check_failures(groups)
         return groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -87,7 +87,9 @@ class RolloutEngine(ABC):
     """
 
     can_overlap = False
-    """Whether ``generate`` may run in another thread while the trainer updates."""
+    """Whether ``generate`` may run in another thread while the trainer updates (``data.overlap``)."""
+    has_own_device = False
+    """Whether it samples on devices that the trainer does not use, so that overlap costs no memory."""
     replays = False
     """Whether some of its completions are recorded: sampled by no policy of this run."""
     follows_precision = False
@@ -102,6 +104,8 @@ class RolloutEngine(ABC):
     """Size of the key-value cache in GiB; None: derived from the free memory."""
 
     def __init__(self) -> None:
+        self.on_step: Callable[[], None] | None = None
+        """Function to call between decoding steps, for what cannot wait until the end of a generation."""
         self._state = EngineState()
         self._suspended: dict[str, Any] | None = None
         """State dict of the weights that ``holding`` has replaced, until they are restored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -21,6 +21,7 @@ from lgrpo.checks import check_count
 from lgrpo.engines.base import NoWeightsError, RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
+from lgrpo.engines.recovery import EngineError
 from lgrpo.functional import named_checksums, stream_uniform
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
@@ -31,6 +32,8 @@ _BLOCK = 64
 @final
 class TransformersEngine(RolloutEngine):
     """Samples with transformers: exact, without further dependencies; for CPUs, small models and tests."""
+
+    can_overlap = True
 
     def __init__(
         self,
@@ -95,8 +98,14 @@ class TransformersEngine(RolloutEngine):
         prompts_at_once = max(1, self.max_sequences // generation.num_samples)
         for start in range(0, len(generation.prompts), prompts_at_once):
             chunk = generation.prompts[start : start + prompts_at_once]
-            for index, group in _decode(self._held(), chunk, generation):
+            for index, group in _decode(self._held(), chunk, generation, self._between_steps):
                 generation.keep(start + index, group)
+
+    def _between_steps(self) -> None:
+        if self._model is None:
+            raise EngineError("the engine was closed during a generation")
+        if self.on_step is not None:
+            self.on_step()
 
     def close(self) -> None:
         self.drop_weights()
@@ -141,7 +150,7 @@ def _cache(config: PretrainedConfig) -> DynamicCache:
 
 
 def _decode(
-    model: PreTrainedModel, prompts: Sequence[Prompt], generation: Generation
+    model: PreTrainedModel, prompts: Sequence[Prompt], generation: Generation, between_steps: Callable[[], None]
 ) -> Iterator[tuple[int, list[Completion]]]:
     """Yield each prompt's index and completions when the last of them ends. Siblings share their prompt's pass."""
     num_samples, sampling, tokenizer = generation.num_samples, generation.sampling, generation.tokenizer
@@ -177,6 +186,7 @@ def _decode(
     siblings = torch.arange(num_samples, device=device).repeat(len(prompts))
 
     for t in range(sampling.max_tokens):
+        between_steps()
         if t % _BLOCK == 0:  # drawing for one token takes as long as for a block
             ahead = torch.arange(t, min(t + _BLOCK, sampling.max_tokens), device=device)
             uniform = stream_uniform(generation.seed, prompt_positions[alive, None], siblings[alive, None], ahead)

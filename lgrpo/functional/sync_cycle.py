@@ -15,7 +15,7 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 ENDLESS = 2**62
 """Number of rollouts that no run reaches."""
 MAX_AHEAD = 16
-"""Most rollouts of an endless cycle that are sampled in one call."""
+"""Most rollouts that are sampled in one call in the background, or without an end of their cycle."""
 
 
 def is_sync_due(rollout: int, period: Period, lead: int = 0) -> bool:
@@ -86,14 +86,22 @@ def rollouts_to_sample(
     return range(rollout, max(end, rollout + 1))
 
 
-def rollout_in_background(rollout: int, lead: int, cycle_end: int | None, run_end: int) -> int | None:
-    """Return the rollout that may be sampled while rollout k is trained; None if it needs a sync first.
+def rollout_in_background(
+    rollout: int, lead: int, cycle_end: int | None, run_end: int, requested: int = 0, ahead: int = 0
+) -> int | None:
+    """Return the rollout from which on more may be sampled while rollout k is trained; None if that must wait.
+
+    It needs no sync, it is the first that is not ``requested`` yet, and at most ``lead`` or ``ahead`` others, whichever
+    is more, have been requested and not been trained on: a slow trainer does not make them pile up.
 
     >>> [rollout_in_background(k, lead=0, cycle_end=3, run_end=9) for k in range(3)]
     [1, 2, None]
+    >>> [rollout_in_background(k, lead=0, cycle_end=99, run_end=99, requested=8, ahead=4) for k in range(5)]
+    [None, None, None, 8, 8]
     """
-    following = rollout + lead + 1
-    return following if cycle_end is not None and following < min(cycle_end, run_end) else None
+    following = max(rollout + lead + 1, requested)
+    is_enough = following - rollout - 1 > max(lead, ahead)
+    return following if not is_enough and cycle_end is not None and following < min(cycle_end, run_end) else None
 
 
 def is_selected(rollout: int, every: int) -> bool:

@@ -60,7 +60,8 @@ class ReplayEngine(RolloutEngine):
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
         if self.engine.replays:
             raise ValueError("a ReplayEngine cannot contain another one: pass a list of paths instead")
-        self.can_overlap, self.dtype = self.engine.can_overlap, self.engine.dtype
+        self.can_overlap, self.has_own_device = self.engine.can_overlap, self.engine.has_own_device
+        self.dtype = self.engine.dtype
         self.share = share
         self.siblings = siblings
         self.rewards: Literal["recorded", "task"] = rewards

@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from lgrpo.engines import TransformersEngine
+from lgrpo.engines.completions import Generation
+from lgrpo.types import Completion
 from tests.benchmarks.simulation import Loop, Schedule
 from tests.helpers import fit
 
@@ -44,9 +47,9 @@ def sleep_until(moment: float) -> None:
 class SlowEngine(TransformersEngine):
     """An engine whose rollouts and syncs take the durations of ``SECONDS``."""
 
-    def __init__(self, can_overlap: bool, num_prompts: int) -> None:
+    def __init__(self, num_prompts: int) -> None:
         super().__init__()
-        self.can_overlap, self.num_prompts = can_overlap, num_prompts
+        self.num_prompts = num_prompts
 
     def receive_weights(self, weights: Any, step: int, version: int) -> Any:
         end = time.perf_counter() + SECONDS["sync"]
@@ -55,12 +58,15 @@ class SlowEngine(TransformersEngine):
         finally:
             sleep_until(end)
 
-    def generate(self, prompts: Any, *arguments: Any, **options: Any) -> Any:
-        end = time.perf_counter() + SECONDS["generate"] * len(prompts) / self.num_prompts
-        try:
-            return super().generate(prompts, *arguments, **options)
-        finally:
-            sleep_until(end)
+    def sample(self, generation: Generation) -> None:
+        start, keep = time.perf_counter(), generation.on_group
+
+        def keep_later(index: int, group: list[Completion]) -> None:
+            sleep_until(start + SECONDS["generate"] * (index + 1) / self.num_prompts)
+            if keep is not None:
+                keep(index, group)
+
+        super().sample(replace(generation, on_group=keep_later))
 
 
 class SlowUpdate(L.Callback):
@@ -88,7 +94,7 @@ def window(period: int, lead: int) -> tuple[int, int, int]:
 def measure(period: int, lead: int, generate_ahead: bool, can_overlap: bool) -> float:
     first, last, count = window(period, lead)
     slow = SlowUpdate()
-    data = {"engine": SlowEngine(can_overlap, 4), "lead": lead, "generate_ahead": generate_ahead}
+    data = {"engine": SlowEngine(4), "lead": lead, "generate_ahead": generate_ahead, "overlap": can_overlap}
     fit(v=period, rollouts=count, data=data, callbacks=[slow])
     return (slow.ends[last - 1] - slow.ends[first - 1]) / (last - first)
 

@@ -104,8 +104,8 @@ class TestAgainstTheLoop:
     def test_order_of_sampling_matches_a_run(self, v, lead, generate_ahead, can_overlap, monkeypatch):
         """A real run asks for the same rollouts, after as many others were handed over; syncs and lags are the same."""
         engine = TransformersEngine()
-        engine.can_overlap = can_overlap
-        run = build(v=v, rollouts=8, data={"engine": engine, "lead": lead, "generate_ahead": generate_ahead})
+        data = {"engine": engine, "lead": lead, "generate_ahead": generate_ahead, "overlap": can_overlap}
+        run = build(v=v, rollouts=8, data=data)
         asked, ask = [], RolloutQueue.request
         released, release = [], run.data.schedule.release
 
@@ -159,7 +159,9 @@ class TestProperties:
         assert [span.rollouts[0] for span in run.of("update")] == list(range(rollouts))
         sampled = {k: span for span in run.of("generate") for k in span.rollouts}
         for span in run.of("update"):
-            assert span.start >= sampled[span.rollouts[0]].end
+            own = sampled[span.rollouts[0]]
+            number = own.rollouts.index(span.rollouts[0]) + 1 if schedule.can_overlap else len(own.rollouts)
+            assert span.start >= own.start + (own.end - own.start) * number / len(own.rollouts) - 1e-9
         for own in ({"generate"}, {"update"}, {"sync", "generate"}, {"sync", "update", "overhead"}):
             spans = sorted((s for s in run.spans if s.stage in own), key=lambda span: span.start)
             assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans)), own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +38,11 @@ class EnginePool(RolloutEngine):
 
     Processes are started at the first sync. One that exits or hangs is replaced by a new process with the weights that
     the others hold, and its prompts are sampled again. Of a LoRA policy, the merged weights are sent.
+
+    With ``data.overlap`` it samples while the trainer updates. Then its processes do not sleep.
     """
+
+    can_overlap = True
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class EnginePool(RolloutEngine):
         """
         super().__init__()
         self.engine: RolloutEngine = VLLMEngine() if engine is None else engine
-        if self.engine.replays or self.engine.can_overlap or isinstance(self.engine, EnginePool):
+        if self.engine.replays or self.engine.has_own_device or isinstance(self.engine, EnginePool):
             raise ValueError(
                 f"a {type(self.engine).__name__} in an EnginePool: only an engine that samples in its own process can "
                 "be in several, such as VLLMEngine"
@@ -71,6 +76,11 @@ class EnginePool(RolloutEngine):
         """The weights of the last sync."""
         self._sent_dtype: torch.dtype | None = None
         """Precision in which weights are sent; None: the policy's."""
+        self._is_asleep = True
+        """Whether the processes must take memory, which the trainer has cached, before they sample."""
+        self._is_closed = False
+        self._reading = threading.Lock()
+        """Held while the weights are read from a worker: by the trainer for a checkpoint, or to restart a worker."""
 
     @property
     def faults(self) -> Faults:
@@ -81,7 +91,8 @@ class EnginePool(RolloutEngine):
 
     def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
         self.budget.reset()
-        free_cached_memory()
+        self._is_closed = False
+        self._take_memory()
         if not self._workers.running:
             atexit.register(self.close)  # however the run ends, it leaves no processes and no files
         try:
@@ -105,35 +116,39 @@ class EnginePool(RolloutEngine):
         return reports[0]
 
     def held_weights(self) -> dict[str, Tensor]:
-        free_cached_memory()
+        self._take_memory()
         reason = ""
-        for worker in self._workers.running:
-            path = worker.folder / "held.safetensors"
-            try:
-                worker.call("write_weights", path, timeout=self.timeouts.sync)
-                return load_file(path)
-            except EngineFailure as failure:
-                reason = f" ({failure})"
-            finally:
-                path.unlink(missing_ok=True)
+        with self._reading:
+            for worker in list(self._workers.running):
+                path = worker.folder / "held.safetensors"
+                try:
+                    worker.call_urgently("write_weights", path, timeout=self.timeouts.sync)
+                    return load_file(path)
+                except EngineFailure as failure:
+                    reason = f" ({failure})"
+                finally:
+                    path.unlink(missing_ok=True)
         raise EngineError(f"no process with the behaviour policy is left{reason}: {RESUME_ADVICE}")
 
     def sample(self, generation: Generation) -> None:
         if self.engine.max_model_len is not None:
             check_context_length(generation, self.engine.max_model_len)
         self.budget.reset()
-        free_cached_memory()
+        self._take_memory()
+        self._is_asleep = False
         self._with_all_workers(lambda: self._answer(generation), generation.step, generation.version)
 
     def wake(self) -> None:
-        free_cached_memory()
+        self._take_memory()
         self._workers.call_all("wake", send_timeout=self.timeouts.generate, answer_timeout=self.timeouts.sync)
 
     def sleep(self) -> None:
+        self._is_asleep = True
         request = "sleep", self.state.exhausted
         self._workers.call_all(*request, send_timeout=self.timeouts.generate, answer_timeout=self.timeouts.sync)
 
     def close(self) -> None:
+        self._is_closed = self._is_asleep = True
         self.drop_weights()
         self._workers.close()
         atexit.unregister(self.close)
@@ -219,8 +234,17 @@ class EnginePool(RolloutEngine):
                     self._restart_missing(step, version)
                 return action()
             except EngineFailure as failure:
+                self._check_open()
                 self.budget.count_failure(failure)
                 self._workers.remove_dead()
+            except Exception:
+                self._check_open()
+                raise
+
+    def _check_open(self) -> None:
+        """Raise if another thread has closed the engine, so that no process is started after that."""
+        if self._is_closed:
+            raise EngineError("the engine was closed during a generation")
 
     def _restart_missing(self, step: int, version: int) -> None:
         """Replace the workers that are gone by new ones with the weights that the others hold."""
@@ -234,14 +258,20 @@ class EnginePool(RolloutEngine):
                     ):
                         raise failure
                     self._manifest.compare(worker.call("checksums", timeout=self.timeouts.sync))
+                    self._check_open()
                 except BaseException:
                     self._workers.end(worker)
                     raise
                 self._workers.running.append(worker)
                 self.budget.count_restarts()
 
+    def _take_memory(self) -> None:
+        """Release the GPU memory that the trainer caches for its next update, if the engines need it now."""
+        if self._is_asleep:
+            free_cached_memory()
+
 
 def free_cached_memory() -> None:
-    """Release the GPU memory that the trainer caches for its next update, because the engines need it now."""
+    """Release the GPU memory that this process caches."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

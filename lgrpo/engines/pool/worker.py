@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,11 +32,16 @@ class WorkerRequests:
 
     The trainer sends the name of a method and its arguments. The return value is sent back as ``("answer", value)``,
     an exception as ``("error", exception)``. ``receive_weights`` and ``generate`` send further messages before that.
+    Requests through ``urgent``, a second pipe, are also served between the decoding steps of a generation.
     """
 
-    def __init__(self, connection: Connection, engine: RolloutEngine, buffers: MappedBuffers) -> None:
+    def __init__(
+        self, connection: Connection, urgent: Connection, engine: RolloutEngine, buffers: MappedBuffers
+    ) -> None:
         self._connection = connection
+        self._urgent = urgent
         self._engine = engine
+        engine.on_step = self._serve_urgent
         self._buffers = buffers
         self._manifest = WeightManifest()
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -133,6 +138,26 @@ class WorkerRequests:
             self._engine.finish_cycle()
         self._engine.sleep()
 
+    def serve(self, connection: Connection) -> None:
+        """Serve the next request of a pipe."""
+        name, arguments = connection.recv()
+        try:
+            answer = "answer", getattr(self, name)(*arguments)
+        except KeyboardInterrupt:
+            answer = "error", EngineError("a generation was interrupted")
+        except Exception as error:
+            answer = "error", portable(error)
+        connection.send(answer)
+
+    def _serve_urgent(self) -> None:
+        """Serve the urgent requests that have arrived."""
+        while self._urgent.poll():
+            self._is_sending = True
+            self.serve(self._urgent)
+            self._is_sending = False
+            if self._is_interrupted:
+                raise KeyboardInterrupt
+
     def _interrupt(self, *_: Any) -> None:
         """Cancel the current generation, after the message that is being sent. Later signals are ignored."""
         if not self._is_generating or self._is_interrupted:
@@ -144,23 +169,17 @@ class WorkerRequests:
 
 def main() -> None:
     """Serve requests until the pipe is closed."""
-    connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    connection, folder, urgent = Connection(int(sys.argv[1])), Path(sys.argv[2]), Connection(int(sys.argv[3]))
     signal.signal(signal.SIGTERM, lambda *_: exit_worker(folder))  # sent when the trainer is gone
     threading.Thread(target=_exit_with_parent, args=(os.getppid(), folder), daemon=True).start()
     buffers = MappedBuffers()
     try:
         engine = connection.recv()
-        requests = WorkerRequests(connection, engine, buffers)
+        requests = WorkerRequests(connection, urgent, engine, buffers)
         signal.signal(signal.SIGINT, requests._interrupt)
         while True:
-            name, arguments = connection.recv()
-            try:
-                answer = "answer", getattr(requests, name)(*arguments)
-            except KeyboardInterrupt:
-                answer = "error", EngineError("a generation was interrupted")
-            except Exception as error:
-                answer = "error", portable(error)
-            connection.send(answer)
+            for ready in wait([connection, urgent]):
+                requests.serve(ready)  # type: ignore[arg-type]
     except (EOFError, OSError):  # the trainer has ended, or closed the pipe
         buffers.clear()
         exit_worker(folder)

@@ -62,19 +62,22 @@ class WorkerProcess:
         self.folder = folder
         self.log = folder / "log"
         self.connection, remote = Pipe()
+        self._urgent, urgent = Pipe()
+        self._urgent_lock = threading.Lock()
         self._is_busy = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._cache: ReceiverCache = {}
         with self.log.open("w") as log:
             self.process: subprocess.Popen = start_process(
-                [sys.executable, "-c", _COMMAND, str(remote.fileno()), str(folder)],
+                [sys.executable, "-c", _COMMAND, str(remote.fileno()), str(folder), str(urgent.fileno())],
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                pass_fds=(remote.fileno(),),
+                pass_fds=(remote.fileno(), urgent.fileno()),
             )
         remote.close()
+        urgent.close()
         self._watchdog = _Watchdog(self.kill)
         try:
             self.send(engine, timeout=60)
@@ -93,6 +96,20 @@ class WorkerProcess:
         """Send a request, and return its answer."""
         self.request(name, *arguments, timeout=timeout)
         return self.answer(timeout)
+
+    def call_urgently(self, name: str, *arguments: Any, timeout: float) -> Any:
+        """Send a request that is served even during a generation, from any thread, and return its answer."""
+        with self._urgent_lock:
+            try:
+                self._urgent.send((name, arguments))
+                if not self._urgent.poll(timeout):
+                    raise EngineFailure(f"a process of the pool did not answer for {timeout:g} s")
+                kind, content = self._urgent.recv()
+            except (EOFError, OSError) as error:
+                raise EngineFailure(f"a process of the pool ended{log_excerpt(self.log)}") from error
+        if kind == "error":
+            raise content
+        return content
 
     def request(self, name: str, *arguments: Any, timeout: float) -> None:
         """Send a request. If an interrupted one is unanswered, cancel it first."""
@@ -147,6 +164,7 @@ class WorkerProcess:
         """End the process, and return whether it exited by itself. An idle worker exits when its pipe is closed."""
         self._watchdog.stopped.set()
         self.connection.close()
+        self._urgent.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0 if self._is_busy else 10)
         has_exited = self.process.poll() == 0

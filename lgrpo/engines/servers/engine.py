@@ -40,6 +40,7 @@ class VLLMServerEngine(RolloutEngine):
     """
 
     can_overlap = True
+    has_own_device = True
     follows_precision = True
 
     def __init__(

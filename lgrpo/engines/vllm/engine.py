@@ -264,7 +264,9 @@ class VLLMEngine(RolloutEngine):
         self._loader.llm.wake("weights", "kv_cache")
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
         with isolated(), stance:
-            answer_all(self._loader.llm.llm, requests, keep, seed, self.timeouts.generate, self._loader.request)
+            answer_all(
+                self._loader.llm.llm, requests, keep, seed, self.timeouts.generate, self._loader.request, self.on_step
+            )
 
     def _rebuild(self, step: int, version: int) -> None:
         """Replace a failed vLLM by one with the same weights, read from the failed one and verified."""

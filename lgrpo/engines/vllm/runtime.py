@@ -103,6 +103,7 @@ def answer_all(
     seed: int,
     timeout: float,
     adapter: Any = None,
+    on_step: Callable[[], None] | None = None,
 ) -> None:
     """Step vLLM until all requests are answered. After an error vLLM has none of them left. Call it in ``isolated``.
 
@@ -113,6 +114,7 @@ def answer_all(
         seed: Seed of the process's generators, from which requests without a seed draw: ``isolated`` restores them.
         timeout: Time limit in seconds.
         adapter: vLLM's request for the adapter to apply, if any.
+        on_step: Called between decoding steps.
     """
     engine, finished = llm.llm_engine, 0
     deadline = time.monotonic() + timeout
@@ -131,6 +133,8 @@ def answer_all(
                     if output.finished:
                         keep(indices[output.request_id.split("-")[0]], output)  # after the dash is a random part
                         finished += 1
+                if on_step is not None:
+                    on_step()
         except BaseException:  # the next generation would wait for the requests that are left
             with contextlib.suppress(Exception):  # a failed vLLM may raise again
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lgrpo.functional.sync_cycle import (
+    MAX_AHEAD,
     is_sync_due,
     num_rollouts_in_cycle,
     rollout_in_background,
@@ -88,7 +89,14 @@ class Loop:
             self.now = max(self.now, self.ready_at[rollout])
             self.result.lags.append(rollout - self.weights_of[rollout])
             self.trained = rollout + 1
-            following = rollout_in_background(rollout, self.schedule.lead, self.cycle_end, self.num_rollouts)
+            following = rollout_in_background(
+                rollout,
+                self.schedule.lead,
+                self.cycle_end,
+                self.num_rollouts,
+                max(self.weights_of) + 1,
+                MAX_AHEAD if self.schedule.generate_ahead else 0,
+            )
             if self.schedule.can_overlap and following is not None:
                 self._request(following)
             seconds, busy = self.update(rollout)
@@ -108,15 +116,20 @@ class Loop:
         if rollout in self.weights_of:
             return
         rollouts = rollouts_to_sample(rollout, self.cycle_end, self.num_rollouts, self.schedule.generate_ahead)
+        if self.schedule.can_overlap:
+            rollouts = rollouts[:MAX_AHEAD]
         self.weights_of |= dict.fromkeys(rollouts, self.engine_weights)
         seconds, busy = self.generate(rollouts)
         if not self.schedule.can_overlap:
             self._spend("overhead", self.overhead, self.overhead, rollouts)
         start, self.now = self.now, max(self.now, self._generation_end())
         self._spend("generate", seconds, busy, rollouts)
-        self.ready_at |= dict.fromkeys(rollouts, self.now)
-        if self.schedule.can_overlap:
-            self.now = start  # the trainer continues meanwhile
+        if not self.schedule.can_overlap:
+            self.ready_at |= dict.fromkeys(rollouts, self.now)
+            return
+        each = seconds / len(rollouts)  # they become ready one after another
+        self.ready_at |= {k: self.now - seconds + each * number for number, k in enumerate(rollouts, start=1)}
+        self.now = start  # the trainer continues meanwhile
 
     def _generation_end(self) -> float:
         """Return the end of the last requested generation."""
