@@ -1,0 +1,249 @@
+"""Sampling in the background: the rollouts are the same, and each is trained on while later ones are being sampled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lgrpo import ClippedLoss, RolloutCallback, TransformersEngine
+from lgrpo.callbacks import ExactResume
+from lgrpo.data import schedule
+from lgrpo.data.sampler import DynamicSampling
+from lgrpo.data.schedule import RolloutQueue
+from lgrpo.engines import EngineError, EnginePool, VLLMEngine
+from lgrpo.rewards import Reward
+from lgrpo.tasks import SortDigits
+from tests.helpers import build, fit, largest_difference
+
+CYCLE = {"v": 4, "rollouts": 8}
+AHEAD = {"generate_ahead": True, "overlap": True}
+
+
+def assert_same(a, b, tolerance=0.0):
+    assert a.recorder.lags == b.recorder.lags
+    for one, other in zip(a.recorder.rollouts, b.recorder.rollouts, strict=True):
+        assert one.rollout == other.rollout
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.rewards, other.rewards)
+        assert float((one.behaviour_logprobs - other.behaviour_logprobs).abs().max()) <= tolerance
+    assert largest_difference(a.weights, b.weights) <= tolerance
+
+
+@pytest.mark.parametrize("v", [1, 3, None])
+@pytest.mark.parametrize("lead", [0, 2])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_same_rollouts_and_weights(v, lead, ahead):
+    settings = {"v": v, "i": 2, "rollouts": 4, "epochs": 2, "loss": ClippedLoss(kl_coef=0.1)}
+    data = {"lead": lead, "generate_ahead": ahead}
+    plain = fit(**settings, data=data)
+    assert_same(plain, fit(**settings, data=data | {"overlap": True}))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_dynamic_sampling(ahead):
+    """Groups without variance are replaced by the same ones; each rollout has its own calls."""
+    data = {"dynamic_sampling": DynamicSampling(max_rounds=2, tolerance=0.2)}
+    plain = fit(**CYCLE, data=data)
+    overlapped = fit(**CYCLE, data=data | {"generate_ahead": ahead, "overlap": True})
+    assert_same(plain, overlapped)
+    resampled = [row["rollout/resampled_fraction"] for row in overlapped.logged]
+    assert resampled == [row["rollout/resampled_fraction"] for row in plain.logged]
+    assert max(resampled) > 0
+
+
+class WaitsForTraining(TransformersEngine):
+    """Finishes the second rollout of a cycle only when training on the first one has begun."""
+
+    def __init__(self):
+        super().__init__(max_sequences=16)
+        self.trained = threading.Event()
+        self.was_trained = []
+
+    def sample(self, generation):
+        keep = generation.on_group
+        self.trained.clear()
+
+        def keep_later(index, group):
+            if index >= 4:
+                self.was_trained.append(self.trained.wait(30))
+            keep(index, group)
+
+        super().sample(replace(generation, on_group=keep_later))
+
+
+class Trained(RolloutCallback):
+    def __init__(self, engine):
+        self.engine = engine
+
+    def on_train_batch_start(self, *_):
+        self.engine.trained.set()
+
+
+def test_training_begins_while_later_rollouts_are_sampled():
+    engine = WaitsForTraining()
+    run = fit(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[Trained(engine)])
+    assert engine.was_trained == [True] * 2 * 3 * 4, "two cycles, three rollouts of four prompts"
+    assert_same(fit(**CYCLE), run)
+    rows = run.logged
+    for cycle in (rows[:4], rows[4:]):
+        assert cycle[0]["time/clock"] < cycle[1]["time/sampled_at"], "trained on before the next one is sampled"
+        assert all(row["time/sampled_at"] <= row["time/clock"] for row in cycle)
+    assert sum(row["time/generate"] for row in rows) <= rows[-1]["time/clock"]
+
+
+class Failing(Reward):
+    """Fails in the second rollout."""
+
+    is_inline = True
+
+    def __init__(self):
+        self.count = 0
+
+    def score(self, prompt, completion):
+        self.count += 1
+        if self.count > 20:
+            raise RuntimeError("no more scores")
+        return float(self.count % 2)
+
+
+def test_error_of_a_reward():
+    data = AHEAD | {"task": SortDigits(num_digits=2, num_held_out=20, reward=Failing())}
+    run = build(**CYCLE, data=data)
+    with pytest.raises(RuntimeError, match="no more scores"):
+        run.trainer.fit(run.module, datamodule=run.data)
+
+
+@pytest.mark.parametrize("ahead", [2, 16])
+def test_a_slow_trainer_does_not_make_rollouts_pile_up(ahead, monkeypatch):
+    monkeypatch.setattr(schedule, "MAX_AHEAD", ahead)
+    run = build(v=24, rollouts=24, data=AHEAD)
+    waiting, request = [], RolloutQueue.request
+
+    def count(queue, rollouts):
+        waiting.append((len(rollouts), rollouts.stop - run.trainer.global_step - 1))
+        request(queue, rollouts)
+
+    monkeypatch.setattr(RolloutQueue, "request", count)
+    run.trainer.fit(run.module, datamodule=run.data)
+    assert sum(size for size, _ in waiting) == 24
+    assert max(size for size, _ in waiting) == ahead
+    assert max(number for _, number in waiting) <= 2 * ahead
+
+
+def test_memory_limits_how_many_rollouts_wait(monkeypatch):
+    monkeypatch.setattr(schedule, "MAX_BYTES", 1)
+    run = build(v=8, rollouts=8, data=AHEAD)
+    sizes, request = [], RolloutQueue.request
+    monkeypatch.setattr(RolloutQueue, "request", lambda queue, some: (sizes.append(len(some)), request(queue, some)))
+    run.trainer.fit(run.module, datamodule=run.data)
+    assert sizes == [1] * 8
+
+
+def test_an_engine_that_cannot():
+    with pytest.raises(ValueError, match=r"data\.overlap is true, but VLLMEngine cannot sample .*EnginePool"):
+        build(data={"engine": VLLMEngine(), "overlap": True})
+    run = build(v=4, data=AHEAD | {"behaviour_logprobs": "policy"})
+    with pytest.raises(ValueError, match=r"data\.behaviour_logprobs is 'policy'.* with data\.overlap"):
+        run.trainer.fit(run.module, datamodule=run.data)
+
+
+class SlowSteps(TransformersEngine):
+    """An engine that takes a while for each token."""
+
+    def _between_steps(self):
+        time.sleep(0.02)
+        super()._between_steps()
+
+
+def slow_pool():
+    return EnginePool(SlowSteps(max_sequences=8))
+
+
+class SaveDuring(RolloutCallback):
+    """Writes a checkpoint at the first step of a cycle, while the rest of it is being sampled."""
+
+    def __init__(self, path):
+        self.path = path
+        self.was_sampling = []
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.path)
+            self.was_sampling = [not trainer.datamodule.engine.state.exhausted]
+
+
+class TestPool:
+    def test_same_as_without_overlap_and_resumed(self, tmp_path):
+        """A checkpoint written during a generation contains the weights, with which a resumed run goes on."""
+        engine = slow_pool()
+        try:
+            plain = fit(**CYCLE, data={"engine": engine, "generate_ahead": True})
+            saved = SaveDuring(tmp_path / "during.ckpt")
+            overlapped = fit(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[saved, ExactResume()])
+            assert_same(plain, overlapped)
+            assert saved.was_sampling == [True]
+            state = torch.load(saved.path, weights_only=True)["RolloutDataModule"]
+            assert state["engine"]["weights"] is not None
+            assert len(state["ranks"][0]["schedule"]["queue"]) < 3
+            resumed = build(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[ExactResume()])
+            resumed.trainer.fit(resumed.module, datamodule=resumed.data, ckpt_path=str(saved.path))
+            assert largest_difference(resumed.weights, plain.weights) == 0
+            assert resumed.recorder.lags == [1, 2, 3]
+        finally:
+            engine.close()
+
+    def test_a_worker_killed_while_the_trainer_updates(self):
+        class Kill(RolloutCallback):
+            def on_train_batch_start(self, trainer, *_):
+                if trainer.global_step == 0:
+                    os.kill(engine._workers.running[0].process.pid, signal.SIGKILL)
+
+        engine = slow_pool()
+        try:
+            with pytest.warns(UserWarning, match="recovering"):
+                run = fit(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[Kill()])
+            assert engine.faults.num_failures == 1
+            assert_same(fit(**CYCLE, data={"generate_ahead": True}), run, tolerance=1e-5)
+        finally:
+            engine.close()
+
+    def test_a_failed_run_leaves_no_process(self):
+        class Fail(RolloutCallback):
+            def on_train_batch_start(self, trainer, *_):
+                pids.extend(worker.process.pid for worker in engine._workers.running)
+                raise RuntimeError("in the first step")
+
+        engine, pids = slow_pool(), []
+        run = build(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[Fail()])
+        with pytest.raises(RuntimeError, match="in the first step"):
+            run.trainer.fit(run.module, datamodule=run.data)
+        ((_, future),) = run.data.schedule._queue._pending
+        with pytest.raises(EngineError, match="closed during a generation"):
+            future.result(timeout=30)
+        assert len(pids) == 2
+        assert engine._workers.running == []
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+@pytest.mark.slow("starts vLLM in two processes")
+def test_vllm_in_a_pool():
+    """Recorded times show that rollouts were sampled during updates."""
+    pytest.importorskip("vllm")
+    engine = EnginePool(VLLMEngine(max_model_len=32, max_num_seqs=8))
+    try:
+        plain = fit(**CYCLE, data={"engine": engine, "generate_ahead": True})
+        overlapped = fit(**CYCLE, data=AHEAD | {"engine": engine})
+    finally:
+        engine.close()
+    assert_same(plain, overlapped, tolerance=1e-4)
+    rows = overlapped.logged
+    assert any(rows[k]["time/clock"] < rows[k + 1]["time/sampled_at"] for k in (0, 1, 2, 4, 5, 6))
+    assert all(a["time/clock"] >= b["time/sampled_at"] for a, b in zip(plain.logged, plain.logged[1:4], strict=False))
