@@ -56,6 +56,8 @@ _TIME = [
     "trainer_idle_share",
     "engine_idle_share",
     "tokens_per_second",
+    "sampled_at",
+    "clock",
     "engine_recovery",
     "monitor",
     "calibration",
