@@ -194,7 +194,7 @@ def test_worker_computes_checksums_if_its_engine_does_not_verify(verify, tmp_pat
     trainer, connection = Pipe()
     trainer.send(write_file(given, tmp_path / "weights"))
     trainer.send(checksums)
-    worker = WorkerRequests(connection, engine, buffers)
+    worker = WorkerRequests(connection, Pipe()[1], engine, buffers)
     worker.receive_weights(policy.weights().config, 0, 0)
     assert trainer.recv() == ("next", None)
     assert worker._manifest.checksums == (checksums if verify else named_checksums(given.items()))
