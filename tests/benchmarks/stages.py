@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -208,8 +209,8 @@ def peak_memory() -> int:
 
 
 def memory_before() -> int:
-    """Return the bytes of GPU memory in use before a run; 0 on a CPU."""
-    if not torch.cuda.is_available():
+    """Return the bytes of GPU memory in use before a run, without creating a CUDA context; 0 if unknown or on a CPU."""
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return 0
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
