@@ -222,6 +222,9 @@ def test_arguments_of_the_module(arguments, message):
         GRPOModule(**{"policy": tiny_policy()} | arguments)
     with pytest.raises(ValueError, match=r"task is 'gsm8k'; it must be a Task, such as lgrpo\.tasks\.GSM8K\(\)"):
         RolloutDataModule("gsm8k")
+    for engine, shown in (("vllm", "'vllm'"), (VLLMEngine, "the class VLLMEngine")):
+        with pytest.raises(ValueError, match=f"engine is {shown}; it must be a RolloutEngine, such as"):
+            RolloutDataModule(SortDigits(), engine)
 
 
 def test_an_epoch_with_an_incomplete_step():

@@ -98,19 +98,20 @@ class RolloutDataModule(L.LightningDataModule):
             seed: Seed of prompts and completions; by default that of ``seed_everything``, or 0.
         """
         super().__init__()
+        self.task = task
+        self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
         check_instance("task", task, Task, "a Task, such as lgrpo.tasks.GSM8K()")
+        check_instance("engine", self.engine, RolloutEngine, "a RolloutEngine, such as lgrpo.engines.VLLMEngine()")
         counts = {"num_prompts": num_prompts, "reuse": reuse, "num_rollouts": num_rollouts}
         counts |= {"micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": max_prompt_tokens}
         for name, value in counts.items():
             check_count(f"data.{name}", value, at_least=1)
         check_count("data.lead", lead, at_least=0)
         check_count("data.max_lag", max_lag, at_least=0)
-        if engine is None or not engine.replays:  # recorded completions have no lag
+        if not self.engine.replays:  # recorded completions have no lag
             check_max_lag(max_lag, lead, reuse)
         check_count("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
         check_not_truncated(sampling)
-        self.task = task
-        self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
         self.num_prompts = num_prompts
         self.group_size = group_size
         self.reuse = reuse
