@@ -60,7 +60,8 @@ def main() -> None:
         config.write_text("site_name: lgrpo\n")
         own = settings(source, pages, notebooks, classes)
         build(load_config(str(config), strict=True, site_dir=str(Path(sys.argv[1]).resolve()), **own))
-    print(f"The site is {sys.argv[1]}/index.html")
+    out = sys.argv[1]
+    print(f"The site is {out}/index.html; its search needs a server: python -m http.server --directory {out}")
 
 
 def write_page(path: Path, text: str, source: Path) -> None:

@@ -219,6 +219,7 @@ SECTION_OF_PREFIX = {
     "rollout": "Rollouts",
     "reward": "Rewards",
     "train": "Optimisation",
+    "fault": "Faults",
     "time": "Time",
 }
 """Section of a metric without a chart, by the prefix of its name."""
