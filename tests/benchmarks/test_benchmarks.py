@@ -436,16 +436,18 @@ def test_answers_benchmark(tmp_path, monkeypatch):
 def test_demo_with_several_seeds(tmp_path, monkeypatch, capsys):
     short = ["data.num_rollouts=2", "trainer.max_epochs=1", "data.evaluation.num_problems=8", "trainer.callbacks=[]"]
     kept = {"seed": 1, "pass@1": [[0, 0.5], [2, 0.75]], "pass@1_stderr": 0.01, "steps": 2, "seconds": 3}
+    kept |= {"cpu_seconds": 2, "busy": 1, "load": [0.1, 1.2]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(kept) + "\n")
     monkeypatch.setattr(demo, "ROWS", tmp_path / "rows.jsonl")
-    options = ["--seeds", "1", "7", "--folder", str(tmp_path / "runs"), "--set", *short]
+    options = ["--seeds", "1", "7", "--busy", "1", "--folder", str(tmp_path / "runs"), "--set", *short]
     monkeypatch.setattr(sys, "argv", ["demo", *options])
     demo.main()
     first, new = demo.read()
     assert first == kept
-    assert (new["seed"], new["steps"]) == (7, 2)
+    assert (new["seed"], new["steps"], new["busy"]) == (7, 2, 1)
+    assert 0 < new["cpu_seconds"] < 2 * new["seconds"] * (os.cpu_count() or 1)
     assert len(list((tmp_path / "runs").iterdir())) == 1
-    assert "| 1 | 0.500 | 0.750 |" in capsys.readouterr().out
+    assert "| 1 | 0.500 | 0.750 | 0.010 | 2 | 3 | 2 | 1 | 0.1 to 1.2 |" in capsys.readouterr().out
 
 
 def test_results_page_shows_the_kept_rows():
