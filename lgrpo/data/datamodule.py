@@ -20,7 +20,7 @@ from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, skip_validat
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
 from lgrpo.data.prompts import Prompts, load_prompts
 from lgrpo.data.sampler import DynamicSampling, RolloutSampler, check_not_truncated
-from lgrpo.data.schedule import RolloutSchedule, check_max_lag, checked_overlap
+from lgrpo.data.schedule import RolloutSchedule, check_lags, checked_overlap
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
 from lgrpo.hooks import Stage, call_stage, policy_owner
@@ -106,10 +106,7 @@ class RolloutDataModule(L.LightningDataModule):
         counts |= {"micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": max_prompt_tokens}
         for name, value in counts.items():
             check_count(f"data.{name}", value, at_least=1)
-        check_count("data.lead", lead, at_least=0)
-        check_count("data.max_lag", max_lag, at_least=0)
-        if not self.engine.replays:  # recorded completions have no lag
-            check_max_lag(max_lag, lead, reuse)
+        check_lags(max_lag, lead, reuse, self.engine)
         check_count("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
         check_not_truncated(sampling)
         self.num_prompts = num_prompts

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import lightning as L
 
+from lgrpo.checks import check_count
 from lgrpo.engines import RolloutEngine
 from lgrpo.functional.sync_cycle import ENDLESS, MAX_AHEAD, rollout_in_background, rollouts_to_sample
 from lgrpo.hooks import call_rollout_start, call_stage
@@ -143,9 +144,11 @@ class RolloutSchedule:
             self.engine.sleep()
 
 
-def check_max_lag(max_lag: int | None, lead: int, reuse: int) -> None:
-    """Raise an error if every completion is older than ``max_lag`` when it is trained on."""
-    if max_lag is not None and max_lag < lead * reuse:
+def check_lags(max_lag: int | None, lead: int, reuse: int, engine: RolloutEngine) -> None:
+    """Raise an error if every completion is older than ``max_lag`` when it is trained on; recorded ones have no lag."""
+    check_count("data.lead", lead, at_least=0)
+    check_count("data.max_lag", max_lag, at_least=0)
+    if max_lag is not None and max_lag < lead * reuse and not engine.replays:
         raise ValueError(
             f"data.max_lag is {max_lag}, but with data.lead {lead} and data.reuse {reuse} completions are at least "
             f"{lead * reuse} optimizer steps old when they are trained on, so nothing would be: raise max_lag, or "
