@@ -30,6 +30,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     If that fails (the disk is full, the folder read-only), training continues with a warning, and no earlier checkpoint
     is removed. The one that this checkpoint should have replaced stands in for it: it is removed when this checkpoint
     would be, or is written after all, so the number of checkpoints stays the configured one.
+
+    A second checkpoint of the same moment, usually ``last.ckpt``, is a hard link to the first: one copy on disk. Either
+    can be removed without the other.
     """
 
     def __init__(self) -> None:
@@ -39,6 +42,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Target of the last write if it failed, otherwise None."""
         self._stand_ins: dict[Path, set[Path]] = {}
         """Checkpoints that were kept because the write of another one failed, by the path of that one."""
+        self._written: tuple[Any, Path] | None = None
+        """Moment and path of the last checkpoint that was written."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if "://" in str(path) or storage_options is not None:  # not on a local disk
@@ -46,13 +51,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         path = Path(path)
         part = path.with_name(path.name + PART)
+        now, written, self._written = moment(checkpoint), self._written, None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
+            if written is None or written[0] != now or not _linked(written[1], part):
+                with part.open("wb") as file:
+                    torch.save(checkpoint, file)
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(part, path)
+            part.unlink(missing_ok=True)  # a link is not renamed to another link to the same file
             flush_folder(path.parent)
         except (OSError, RuntimeError) as error:
             with contextlib.suppress(OSError):
@@ -67,7 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 stacklevel=2,
             )
         else:
-            self.failed = None
+            self.failed, self._written = None, (now, path)
             for stand_in in self._stand_ins.pop(path, set()) - {path}:
                 super().remove_checkpoint(stand_in)
 
@@ -90,6 +98,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         for each in paths:
             super().remove_checkpoint(each)
+
+
+def moment(checkpoint: dict[str, Any]) -> Any:
+    """Return what two checkpoints have in common only if nothing was trained or validated between them."""
+    weights = checkpoint.get("state_dict", {}).values()
+    tensors = [(t.data_ptr(), t._version) for t in weights if isinstance(t, torch.Tensor) and not t.is_inference()]
+    return sorted(checkpoint), checkpoint.get("global_step"), repr(checkpoint.get("loops")), tensors
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Make a hard link; return False if the source is gone or the file system has no links."""
+    try:
+        target.unlink(missing_ok=True)
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
 
 
 def gather_ranks(trainer: L.Trainer, state: Any) -> list[Any]:
