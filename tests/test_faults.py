@@ -517,7 +517,7 @@ def test_a_disk_that_fills_up_or_becomes_read_only(tmp_path, fault):
     assert "The run is in disk/run/" in done.stdout  # the run finished
     newest = newest_checkpoint(tmp_path / "kept" / "checkpoints")
     assert torch.load(newest, weights_only=True)["global_step"] >= 5
-    series, notes = read_metrics(tmp_path / "kept")
+    series, notes, _ = read_metrics(tmp_path / "kept")
     assert not notes
     assert [step for step, _ in series["train/loss"]][:5] == [0, 1, 2, 3, 4]
 

@@ -153,6 +153,17 @@ def test_an_engine_that_cannot():
         run.trainer.fit(run.module, datamodule=run.data)
 
 
+def test_the_clock_of_a_restored_rollout():
+    """Its time of sampling was on the clock of the fit before."""
+    (saved,) = fit(rollouts=1).recorder.rollouts
+    assert saved.metrics["time/sampled_at"] > 0
+    queue = RolloutQueue(lambda rollouts, deliver: None, lambda rollouts: None, in_background=False)
+    queue.load_state_dict([saved.state_dict()])
+    (restored,) = queue.ready()
+    assert restored.metrics["time/sampled_at"] == 0
+    assert restored.metrics["time/generate"] == saved.metrics["time/generate"]
+
+
 class SlowSteps(TransformersEngine):
     """An engine that takes a while for each token."""
 

@@ -247,7 +247,9 @@ class RolloutQueue:
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         for batch in state:
-            self._add(RolloutBatch.from_state_dict(batch))
+            restored = RolloutBatch.from_state_dict(batch)
+            restored.metrics["time/sampled_at"] = 0.0  # its time was on the clock of an earlier fit
+            self._add(restored)
 
     def close(self) -> bool:
         """Stop the thread without waiting for it; return whether it was sampling."""

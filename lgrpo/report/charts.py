@@ -223,14 +223,14 @@ SECTION_OF_PREFIX = {
     "time": "Time",
 }
 """Section of a metric without a chart, by the prefix of its name."""
-NOT_DRAWN = ("monitor/", "calibration/")
-"""Prefixes of metrics that are drawn only in the charts above: there are some forty of them."""
+NOT_DRAWN = ("monitor/", "calibration/", "time/sampled_at", "time/clock")
+"""Prefixes of metrics that are drawn only in the charts above, of which there are some forty, or only in gantt.js."""
 
 
 def chart_sections(names: Iterable[str]) -> list[dict[str, Any]]:
     """Return the sections with charts for these metrics.
 
-    Every name is in exactly one chart or drawn as a band, except for details of the monitor, which are not drawn.
+    Every name is in exactly one chart or drawn as a band, except for those in ``NOT_DRAWN``.
     """
     names = list(names)
     left = dict.fromkeys(names)

@@ -30,6 +30,7 @@ SCRIPTS = (
     "plot",
     "charts",
     "stages",
+    "gantt",
     "table",
     "syncs",
     "filters",

@@ -10,6 +10,7 @@ from typing import Any
 
 from lgrpo.report.charts import chart_sections
 from lgrpo.report.downsample import Points, downsample_points, downsample_rollouts, smooth_points, thin_points
+from lgrpo.report.gantt import gantt
 from lgrpo.report.record import RunRecord
 from lgrpo.report.seeds import SeedGroup, seed_groups
 from lgrpo.report.series import Series
@@ -49,6 +50,14 @@ def _sync_period(settings: dict[str, Any]) -> Any:
     return ", ".join(f"{first}: {'∞' if v is None else v}" for first, v in sorted(schedule.items()))
 
 
+def _overlaps(settings: dict[str, Any]) -> bool:
+    """Return whether rollouts were sampled while others were trained on: by default those of servers are."""
+    overlap = settings.get("data.overlap")
+    if overlap is None:
+        overlap = str(settings.get("data.engine")).endswith(".VLLMServerEngine")
+    return bool(overlap and (settings.get("data.lead") or _sync_period(settings) != 1))
+
+
 def _run_data(run: RunRecord) -> dict[str, Any]:
     return {
         "name": run.name,
@@ -60,7 +69,7 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "reuse": run.settings.get("data.reuse"),
         "num_prompts": run.settings.get("data.num_prompts"),
         "group_size": run.settings.get("data.group_size"),
-        "overlaps": bool(run.settings.get("data.lead") or 0),
+        "overlaps": _overlaps(run.settings),
         "num_steps": run.num_steps,
         "planned_steps": run.planned_steps,
         "written": run.written,
@@ -68,6 +77,7 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "headline": _headline(run),
         "stages": _stages(run),
         "timeline": timeline(run),
+        "gantt": gantt(run),
         "num_points": max((len(points) for points in run.series.values()), default=0),
         "syncs": _columns(run.syncs, numbers=("version", "step"), texts=("checksum",)),
         **_curves(run.series, clock(run)),

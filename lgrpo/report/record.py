@@ -30,6 +30,8 @@ class RunRecord:
     completions: list[dict[str, Any]]
     written: float
     """Time at which a metric was last written, in seconds since 1970."""
+    attempt_starts: list[int] = field(default_factory=list)
+    """First step of each attempt."""
     notes: list[str] = field(default_factory=list)
     """Messages on what could not be read."""
 
@@ -106,7 +108,7 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read_run(path: Path, name: str) -> RunRecord:
-    series, notes = read_metrics(path)
+    series, notes, attempt_starts = read_metrics(path)
     series = _read_evaluations(path) | series
     for metric, points in series.items():
         if odd := [step for step, value in points if not math.isfinite(value)]:
@@ -124,6 +126,7 @@ def _read_run(path: Path, name: str) -> RunRecord:
         changed=changed,
         syncs=syncs,
         completions=completions,
+        attempt_starts=attempt_starts,
         written=max(file.stat().st_mtime for file in path.glob("metrics/version_*/metrics.csv")),
         notes=[*notes, *settings_notes, *syncs_notes, *completions_notes],
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 Series = dict[str, list[tuple[int, float]]]
 """(optimizer step, value) pairs in order, by name of the metric."""
+CLOCK = "time/clock"
+"""Metric that counts the seconds of an attempt."""
 
 
 def read_series(run: Path) -> Series:
@@ -18,8 +20,10 @@ def read_series(run: Path) -> Series:
     return read_metrics(run)[0]
 
 
-def read_metrics(run: Path) -> tuple[Series, list[str]]:
-    """Return the metrics as ``read_series`` does, and notes on lines that could not be read.
+def read_metrics(run: Path) -> tuple[Series, list[str], list[int]]:
+    """Return the metrics as ``read_series`` does, notes on lines that could not be read, and where attempts begin.
+
+    The last is the first step of each attempt whose values count, by the steps that have ``time/clock``.
 
     A run that is in progress or crashed may leave an incomplete line.
     """
@@ -27,16 +31,18 @@ def read_metrics(run: Path) -> tuple[Series, list[str]]:
     if not files:
         raise FileNotFoundError(f"{run} contains no metrics: there is no {run / 'metrics'}/version_*/metrics.csv")
     values: dict[str, dict[int, float]] = {}
-    notes = []
+    notes, starts = [], list[int]()
     for path in files:
         rows, num_broken = _rows(path)
         for step, metrics in rows:
             for name, value in metrics.items():
                 values.setdefault(name, {})[step] = value
+        if clocked := [step for step, metrics in rows if CLOCK in metrics]:
+            starts = [*(step for step in starts if step < min(clocked)), min(clocked)]
         if num_broken:
             lines = "a line" if num_broken == 1 else f"{num_broken} lines"
             notes.append(f"{path.relative_to(run)} has {lines} that cannot be read, left out here")
-    return {name: sorted(points.items()) for name, points in values.items()}, notes
+    return {name: sorted(points.items()) for name, points in values.items()}, notes, starts
 
 
 def closing_line(series: Series, seconds: float) -> str:

@@ -14,7 +14,7 @@ MAX_COLUMNS = 160
 
 def clock(run: RunRecord) -> list[tuple[int, float]]:
     """Return the seconds of waiting and updating before each step; empty unless every step was logged."""
-    wait, update = _seconds(run, "wait"), _seconds(run, "update")
+    wait, update = seconds_of(run, "wait"), seconds_of(run, "update")
     if not update or len(run.series["time/update"]) != run.num_steps:
         return []
     seconds, points = 0.0, [(0, 0.0)]
@@ -31,8 +31,8 @@ def timeline(run: RunRecord) -> list[dict[str, Any]]:
     """
     if not clock(run):
         return []
-    wait, update, validate = (_seconds(run, name) for name in ("wait", "update", "validate"))
-    sync, score = _seconds(run, "sync"), _seconds(run, "score")
+    wait, update, validate = (seconds_of(run, name) for name in ("wait", "update", "validate"))
+    sync, score = seconds_of(run, "sync"), seconds_of(run, "score")
     rollouts = [dict.fromkeys(STAGES, 0.0) for _ in range(math.ceil(run.num_steps / run.reuse))]
     for rollout, stages in enumerate(rollouts):
         first = rollout * run.reuse
@@ -53,6 +53,6 @@ def timeline(run: RunRecord) -> list[dict[str, Any]]:
     return columns
 
 
-def _seconds(run: RunRecord, name: str) -> dict[int, float]:
+def seconds_of(run: RunRecord, name: str) -> dict[int, float]:
     """Return the finite values of a metric of time by step."""
     return {step: value for step, value in run.series.get(f"time/{name}", []) if math.isfinite(value)}

@@ -78,6 +78,27 @@ def metrics(steps: int, period: int = 10, every: int = 25, seed: int = 0) -> lis
     return rows
 
 
+def clocked(
+    rows: list[dict[str, float]], overlaps: bool, period: int = 4, start: float = 5.0
+) -> list[dict[str, float]]:
+    """Return the rows with the times of a run whose cycles are sampled in one call: 2 s each, after a sync of 1 s.
+
+    Each rollout is prepared for 0.5 s after it was sampled, and trained on for 2 s.
+    """
+    clocked, now, synced = [], start, start
+    for row in (dict(row) for row in rows if "train/loss" in row):
+        position = int(row["step"]) % period
+        if position == 0:
+            synced = now + 1.0
+        sampled = synced + 2.0 * (position + 1 if overlaps else period)
+        ready = max(now, sampled) + 0.5
+        row |= {"time/sync": 1.0 if position == 0 else 0.0, "time/generate": 2.0, "time/score": 0.0, "time/update": 2.0}
+        row |= {"time/wait": ready - now, "time/clock": ready, "time/sampled_at": sampled}
+        clocked.append(row)
+        now = ready + 2.0
+    return clocked
+
+
 def completions(rollouts: int, group_size: int = 8, period: int = 10, seed: int = 0) -> list[dict[str, Any]]:
     """Return rows as ``RolloutLog`` writes them."""
     draw = random.Random(seed)
@@ -114,12 +135,7 @@ def write_run(
     """Write a run folder with these metrics and completions, and return its path."""
     rows = metrics(100) if rows is None else rows
     table = completions(40) if table is None else table
-    file = folder / "metrics" / "version_0" / "metrics.csv"
-    file.parent.mkdir(parents=True)
-    with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=sorted({name for row in rows for name in row}))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_metrics(folder, rows)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings() if config is None else config), encoding="utf-8")
     with (folder / "completions.jsonl").open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in table)
@@ -129,3 +145,13 @@ def write_run(
             record = {"version": version, "step": step, "checksum": f"{version:016x}", "num_bytes": 435456}
             stream.write(json.dumps({**record, "seconds": 0.009, "rollout": step}) + "\n")
     return folder
+
+
+def write_metrics(folder: Path, rows: list[dict[str, float]], attempt: int = 0) -> None:
+    """Write the metrics of an attempt at a run."""
+    file = folder / "metrics" / f"version_{attempt}" / "metrics.csv"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, fieldnames=sorted({name for row in rows for name in row}))
+        writer.writeheader()
+        writer.writerows(rows)

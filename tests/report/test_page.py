@@ -14,7 +14,7 @@ import pytest
 from lgrpo.cli import main
 from lgrpo.report import mean_interval, write_page
 from tests.browser import Browser, needs_chromium, until
-from tests.report.made_up import completions, metrics, settings, write_run
+from tests.report.made_up import clocked, completions, metrics, settings, write_run
 
 pytestmark = needs_chromium
 
@@ -274,6 +274,28 @@ class TestAxes:
         assert second.startswith("rollout 1: sync 0 ms, generate 3.1 s")
         height, total = browser.eval(f"[{columns}[0].children[3].offsetHeight, {columns}[0].offsetHeight]")
         assert height / total == pytest.approx(2 / 5.5, abs=0.03)
+        assert browser.eval("document.querySelector('#gantt')") is None, "the run has no clock"
+
+    def test_gantt_chart(self, browser, tmp_path):
+        """Cycles that are sampled before training on them, and during it."""
+        for name, overlaps in (("off", False), ("on", True)):
+            write_run(tmp_path / name, rows=clocked(metrics(40), overlaps), table=completions(2), period=4)
+        write_page([tmp_path / "off", tmp_path / "on"], tmp_path / "report.html")
+        browser.open(tmp_path / "report.html")
+        assert "Rollouts 12 to 23 of 40 are shown" in text(browser, "#gantt")
+        found = browser.eval(
+            "[...document.querySelectorAll('#gantt .bar')].map((bar) => [...bar.querySelectorAll('.lane i')].map("
+            "(box) => [box.title, box.offsetLeft, box.offsetLeft + box.offsetWidth]))"
+        )
+        off, on = ({title: (left, right) for title, left, right in boxes} for boxes in found)
+        assert "rollout 12: the trainer waited for sync 1.0 s, generation 8.0 s, preparation 500 ms" in off
+        assert "engine idle 11 s until it sampled rollout 16" in off
+        assert off["rollouts 12 to 15: generate 8.0 s"][1] < off["rollout 12: update 2.0 s"][0]
+        assert on["rollout 13: generate 2.0 s"][1] > on["rollout 12: update 2.0 s"][0] + 5
+        browser.resize(390)
+        assert browser.eval("document.documentElement.scrollWidth") == 390
+        browser.resize(1280)
+        assert browser.errors == []
 
 
 class TestSeeds:

@@ -7,12 +7,14 @@ from importlib.resources import files
 
 import pytest
 
+from lgrpo.report.charts import chart_sections
+from lgrpo.report.gantt import gantt, shown_rollouts
 from lgrpo.report.page import SCRIPTS
 from lgrpo.report.page_data import _curves, page_data
 from lgrpo.report.record import read_runs
 from lgrpo.report.seeds import seed_groups
 from lgrpo.report.timeline import timeline
-from tests.report.made_up import completions, settings, write_run
+from tests.report.made_up import clocked, completions, metrics, settings, write_metrics, write_run
 
 
 def test_every_number_of_a_row_reaches_the_page(tmp_path):
@@ -60,6 +62,107 @@ def test_timeline(tmp_path):
     assert columns[-1]["seconds"][4] == 4.0
     del run.series["time/update"][5]
     assert timeline(run) == [], "not every step was logged"
+
+
+def boxes(chart, stage):
+    return [(b["first"], b["last"], b["start"], b["end"]) for b in chart["boxes"] if b["stage"] == stage]
+
+
+def written(folder, rows, **options):
+    (run,) = read_runs([write_run(folder, rows=rows, period=4, **options)])
+    return run
+
+
+class TestGantt:
+    def test_a_cycle_sampled_before_its_training(self, tmp_path):
+        chart = gantt(written(tmp_path / "run", clocked(metrics(8), overlaps=False)))
+        assert (chart["first"], chart["last"], chart["num_rollouts"], chart["begin"]) == (0, 7, 8, 5.0)
+        assert boxes(chart, "generate") == [(0, 3, 6.0, 14.0), (4, 7, 25.0, 33.0)]
+        assert boxes(chart, "sync") == [(0, 0, 5.0, 6.0), (4, 4, 24.0, 25.0)]
+        assert boxes(chart, "update")[:2] == [(0, 0, 14.5, 16.5), (1, 1, 17.0, 19.0)]
+        assert boxes(chart, "idle") == [(0, 0, 5.0, 6.0), (4, 4, 14.0, 25.0)]
+        wait = next(box for box in chart["boxes"] if box["stage"] == "wait")
+        assert (wait["start"], wait["end"]) == (6.0, 14.5)
+        assert wait["parts"] == {"sync": 1.0, "generation": 8.0, "scores": 0.0, "preparation": 0.5}
+
+    def test_a_cycle_sampled_during_its_training(self, tmp_path):
+        chart = gantt(written(tmp_path / "run", clocked(metrics(8), overlaps=True)))
+        generated, updated = boxes(chart, "generate"), boxes(chart, "update")
+        assert generated[:2] == [(0, 0, 6.0, 8.0), (1, 1, 8.0, 10.0)]
+        assert updated[0] == (0, 0, 8.5, 10.5)
+        assert (boxes(chart, "idle")[1], generated[4]) == ((4, 4, 14.0, 19.0), (4, 4, 19.0, 21.0))
+
+    def test_lead(self, tmp_path):
+        """A sync comes after the rollouts that were requested before it."""
+        rows = clocked(metrics(8), overlaps=True)
+        rows[3] |= {"time/wait": 3.0, "time/sync": 1.0}
+        rows[3]["time/sampled_at"] = rows[3]["time/clock"] - 1.5
+        chart = gantt(written(tmp_path / "run", rows, config=settings(data__lead=1)))
+        assert boxes(chart, "sync")[1] == (4, 4, rows[3]["time/sampled_at"], rows[3]["time/sampled_at"] + 1.0)
+
+    def test_steps_of_a_rollout_and_validation(self, tmp_path):
+        rows = []
+        for row in clocked(metrics(8), overlaps=False):
+            rows += [{**row, "step": 2 * row["step"], "time/update": 0.5}]
+            rows += [{"step": rows[-1]["step"] + 1, "train/loss": 0.0, "time/update": 1.0}]
+        rows += [{"step": 0, "time/validate": 9.0}, {"step": 4, "time/validate": 0.25}]
+        chart = gantt(written(tmp_path / "run", rows, config=settings(data__reuse=2)))
+        assert boxes(chart, "update")[1] == (1, 1, 17.0, 18.5)
+        assert boxes(chart, "validate") == [(1, 1, 18.5, 18.75)]
+
+    def test_resumed(self, tmp_path):
+        """The clock restarts, even if it shows more than before, and restored rollouts have no time."""
+        rows = clocked(metrics(20), overlaps=True)
+        resumed = [dict(row) for row in rows[6:]]
+        for row in resumed:
+            row["time/clock"] += 100
+            row["time/sampled_at"] += 100
+        resumed[0]["time/sampled_at"] = resumed[1]["time/sampled_at"] = 0.0
+        folder = write_run(tmp_path / "run", rows=rows[:8], period=4)
+        write_metrics(folder, resumed, attempt=1)
+        (run,) = read_runs([folder])
+        assert run.attempt_starts == [0, 6]
+        chart = gantt(run)
+        assert (chart["first"], chart["last"], chart["num_rollouts"]) == (6, 19, 20)
+        assert [first for first, *_ in boxes(chart, "generate")] == list(range(8, 20))
+        for row in resumed:
+            row["time/clock"] -= 110
+        write_metrics(folder, resumed, attempt=1)
+        run.attempt_starts, run.series = [], read_runs([folder])[0].series
+        assert gantt(run)["first"] == 6, "the clock decreases"
+
+    def test_runs_without_the_clock(self, tmp_path):
+        assert gantt(written(tmp_path / "old", metrics(8))) is None
+        rows = clocked(metrics(8), overlaps=True)
+        del rows[3]["time/update"]
+        assert gantt(written(tmp_path / "sparse", rows)) is None
+
+    def test_the_middle_of_a_long_run(self):
+        assert shown_rollouts(range(24), syncs=[0, 10, 20]) == range(24)
+        assert shown_rollouts(range(200), syncs=list(range(200))) == range(94, 106)
+        assert shown_rollouts(range(200), syncs=list(range(0, 200, 4))) == range(92, 104)
+        assert shown_rollouts(range(200), syncs=list(range(0, 200, 50))) == range(100, 124)
+        assert shown_rollouts(range(200), syncs=[0]) == range(94, 118)
+        assert shown_rollouts(range(40, 70), syncs=[60]) == range(49, 70)
+
+    def test_clock_has_no_chart_of_its_own(self):
+        assert chart_sections(["time/clock", "time/sampled_at"]) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "overlaps"),
+    [
+        ({}, False),
+        ({"data__overlap": True}, True),
+        ({"data__overlap": True, "weight_sync__init_args__period": 1}, False),
+        ({"data__overlap": True, "weight_sync__init_args__period": 1, "data__lead": 1}, True),
+        ({"data__engine": {"class_path": "lgrpo.engines.VLLMServerEngine"}, "data__overlap": None}, True),
+        ({"data__engine": {"class_path": "lgrpo.engines.VLLMServerEngine"}, "data__overlap": False}, False),
+    ],
+)
+def test_whether_stages_overlap(tmp_path, changed, overlaps):
+    (run,) = page_data(read_runs([write_run(tmp_path / "run", config=settings(**changed))]))["runs"]
+    assert run["overlaps"] is overlaps
 
 
 def test_runs_with_the_same_seed_are_not_grouped(tmp_path):

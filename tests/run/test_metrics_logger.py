@@ -76,10 +76,10 @@ def test_disk_that_is_full_for_a_while(tmp_path, metrics):
     logger = logger_with_rows(tmp_path)
     with files_limited_to(size(tmp_path) + 3), pytest.raises(OSError, match="File too large"):
         write(logger, 40, **metrics)
-    assert read_metrics(tmp_path) == ({"loss": FIRST}, [])
+    assert read_metrics(tmp_path) == ({"loss": FIRST}, [], [])
     assert [path.name for path in (tmp_path / "metrics" / "version_0").iterdir()] == ["metrics.csv"]
     write(logger, 41, loss=41.0, other=2.0)
-    series, notes = read_metrics(tmp_path)
+    series, notes, _ = read_metrics(tmp_path)
     assert not notes
     assert series["loss"] == [*FIRST, (40, 40.0), (41, 41.0)]  # also the row that could not be written
     assert series["other"] == [(41, 2.0)]

@@ -52,7 +52,7 @@ function sectionNote(page, title) {
 function showChartSection(page, index) {
   const { title, charts } = page.data.sections[index];
   const node = addSection(title, sectionNote(page, title));
-  if (title === "Time") node.append(stageBars(page), stageTimeline(page) ?? "");
+  if (title === "Time") node.append(stageBars(page), stageTimeline(page) ?? "", ganttCharts(page) ?? "");
   const constant = title === "Learning" ? [] : charts.filter((chart) => isConstant(page, chart));
   const grid = el("div", { class: title === "Learning" ? "charts large" : "charts" });
   node.append(grid);

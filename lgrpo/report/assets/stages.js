@@ -25,7 +25,7 @@ function stageBars(page) {
       track,
       el("span", { class: "small" }, seconds.join(" · ")));
   });
-  const overlap = "With data.lead, stages overlap: a rollout takes less time than their sum.";
+  const overlap = "With data.overlap, stages overlap: a rollout takes less time than their sum.";
   const note = runs.some((run) => run.overlaps) ? el("p", { class: "small", style: "margin-top:8px" }, overlap) : null;
   return el("div", { class: "bars", id: "stages" }, legend, bars, note);
 }
