@@ -33,7 +33,7 @@ from lgrpo import (
     WeightSync,
 )
 from lgrpo.engines import EnginePool, RolloutEngine, VLLMEngine
-from lgrpo.tasks import GSM8K
+from lgrpo.tasks import GSM8K, Template
 
 ROWS = Path(__file__).parent / "results" / "streaming.jsonl"
 BASELINE = "v=1"
@@ -80,8 +80,10 @@ def measure(
     count = skipped + max(v, options.rollouts) // v * v
     clock = Clock()
     module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=0.0, fused=True))
+    prompt = "{question}\n\nThink step by step, and end with the answer, a plain number."
+    template = Template(prompt=prompt, chat=policy.tokenizer.chat_template is not None)
     data = RolloutDataModule(
-        GSM8K(train=options.data),
+        GSM8K(train=options.data, template=template),
         engine,
         num_prompts=options.prompts,
         group_size=options.group,
