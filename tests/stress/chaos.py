@@ -1,8 +1,8 @@
 """Kill runs repeatedly, with SIGKILL at random moments of every stage, and compare them with undisturbed runs.
 
 ``python -m tests.stress.chaos`` (``make chaos``). Each trial draws its settings: sync period v, passes i,
-micro-batches, epochs, lead and ``generate_ahead``. Its run is killed several times, from the first epoch to the last,
-resumed each time with the same settings, and compared with a run of these settings that was not killed.
+micro-batches, epochs, lead, ``generate_ahead`` and ``overlap``. Its run is killed several times, from the first epoch
+to the last, resumed each time with the same settings, and compared with a run of these settings that was not killed.
 
 Each attempt is a separate process, forked from one that has finished its imports.
 """
@@ -74,6 +74,7 @@ class Trial:
     """Rollouts in an epoch."""
     lead: int
     generate_ahead: bool
+    overlap: bool
 
     @classmethod
     def draw(cls, engine: Engine, rng: random.Random) -> Trial:
@@ -86,6 +87,7 @@ class Trial:
             rollouts=rng.choice([3, 4, 5]),
             lead=rng.choice([0, 0, 1, 2]),
             generate_ahead=rng.choice([False, True]),
+            overlap=engine != "vllm" and rng.choice([False, True]),
         )
 
     @property
@@ -105,6 +107,7 @@ class Trial:
             f"--data.reuse={self.reuse}",
             f"--data.lead={self.lead}",
             f"--data.generate_ahead={str(self.generate_ahead).lower()}",
+            f"--data.overlap={str(self.overlap).lower()}",
             f"--weight_sync.period={'null' if self.period is None else self.period}",
             f"--trainer.accumulate_grad_batches={self.micro_batches}",
             "--reference_refresh.period=3",
@@ -313,15 +316,15 @@ def report(engine: Engine, folder: Path, arguments: argparse.Namespace) -> None:
     """Run the trials of an engine and print what was killed."""
     start, rng = time.perf_counter(), random.Random(f"{arguments.seed} {engine}")
     wanted, per_trial = arguments.kills or KILLS[engine][0], arguments.per_trial or KILLS[engine][1]
-    can_score = engine != "server"  # servers sample and score in the background
-    each = rng.sample([moment for moment in MOMENTS if moment != "score" or can_score], 5 + can_score)
-    moments = list(islice(cycle(each), wanted))
+    moments = cycle(rng.sample(MOMENTS, len(MOMENTS)))
     killed: list[Killed] = []
     largest = 0.0
     for number, first in enumerate(range(0, wanted, per_trial)):
         trial = Trial.draw(engine, rng)
         print(trial, flush=True)
-        found = run_trial(trial, folder / f"{engine}-{number}", moments[first : first + per_trial], rng)
+        occurring = (moment for moment in moments if moment != "score" or not trial.overlap)  # scored in the background
+        own = list(islice(occurring, min(per_trial, wanted - first)))
+        found = run_trial(trial, folder / f"{engine}-{number}", own, rng)
         killed, largest = killed + found[0], max(largest, found[1])
     by_moment, by_epoch = Counter(moment for moment, _ in killed), Counter(epoch for _, epoch in killed)
     result = "identical results" if engine not in ROUNDED else f"identical samples, weights within {largest:.1g}"
