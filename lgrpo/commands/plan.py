@@ -21,7 +21,8 @@ def main(args: list[str]) -> None:
         "plan",
         "No weights and no data are loaded. The table has one row each for the schedule (v and i), one rollout, one "
         "optimizer step, its micro-batches, the syncs, the lags that occur, one epoch, the whole run, groups whose "
-        "rewards are all equal, the policy, and the memory of the trainer. All options of lgrpo fit are accepted.",
+        "rewards are all equal, what overlaps, the policy, and the memory of the trainer. All options of lgrpo fit are "
+        "accepted.",
         "lgrpo plan --config configs/demo.yaml --weight_sync.period 5",
     )
     parser.usage = "%(prog)s [-h] [options of lgrpo fit]"
@@ -73,8 +74,10 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         ("zero-variance groups", _zero_variance_groups(config)),
     ]
     if with_memory:
-        from lgrpo.commands.plan_memory import memory_rows
+        from lgrpo.commands.plan_memory import memory_rows, overlapping_engine
 
+        if (engine := overlapping_engine(config)) is not None:
+            rows.append(("overlap", _overlap(sync, data.lead) + _shared_memory(engine.has_own_device)))
         rows += memory_rows(config, rows_each * longest)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
@@ -91,6 +94,28 @@ def _in_one_call(sync: Namespace) -> str:
         return "; those of a cycle in one call (data.generate_ahead)"
     together = f"up to {MAX_AHEAD} of an epoch" if period is None else f"those of a cycle ({period})"
     return f"; {together} in one call (data.generate_ahead)"
+
+
+def _overlap(sync: Namespace, lead: int) -> str:
+    """Return which rollouts ``data.overlap`` samples while others are trained on."""
+    if lead:
+        earlier = "the one before it trains" if lead == 1 else f"the {lead} before it train"
+        return f"each rollout is sampled while {earlier} (data.overlap, data.lead)"
+    if "budget" in sync:
+        return "none, because the next sync is not known in advance; with a data.lead rollouts would overlap"
+    period = sync.get("period")
+    if period == 1:
+        return "none at v = 1: every rollout waits for its sync; with a data.lead rollouts would overlap"
+    if period is None:
+        return "every rollout but the first is sampled while earlier ones train (data.overlap)"
+    if isinstance(period, dict):
+        return "the rollouts of a cycle, except its first, are sampled while earlier ones train (data.overlap)"
+    some = "rollout 1" if period == 2 else f"rollouts 1 to {period - 1}"
+    return f"{some} of a cycle {'is' if period == 2 else 'are'} sampled while earlier ones train (data.overlap)"
+
+
+def _shared_memory(has_own_device: bool) -> str:
+    return "" if has_own_device else "; engine and trainer need their memory at the same time"
 
 
 def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None) -> str:

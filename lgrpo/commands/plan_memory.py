@@ -10,6 +10,8 @@ from jsonargparse import Namespace
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lgrpo.commands.settings import policy_from_settings
+from lgrpo.data.schedule import checked_overlap
+from lgrpo.engines import RolloutEngine, TransformersEngine
 from lgrpo.policy import LoRA, add_adapter
 from lgrpo.policy.memory import activation_bytes, format_bytes, logit_bytes
 from lgrpo.policy.strategy import COMPUTE_DTYPES
@@ -52,6 +54,17 @@ def memory_rows(config: Namespace, tokens: float) -> list[tuple[str, str]]:
             f"{format_bytes(logits)} (prompts not counted)",
         ),
     ]
+
+
+def overlapping_engine(config: Namespace) -> type[RolloutEngine] | None:
+    """Return the class of the engine if it samples while the trainer updates; raise an error if it cannot."""
+    engine = config.data.engine
+    while engine is not None and "engine" in engine.init_args and "num_processes" not in engine.init_args:
+        engine = engine.init_args.engine  # of a ReplayEngine
+    engine_class: Any = TransformersEngine if engine is None else locate(engine.class_path)
+    if checked_overlap(config.data.overlap, engine_class):
+        return engine_class
+    return None
 
 
 def _engine_bytes(config: Namespace, num_parameters: int, bytes_each: int) -> dict[str, int]:

@@ -156,11 +156,12 @@ def check_lags(max_lag: int | None, lead: int, reuse: int, engine: RolloutEngine
         )
 
 
-def checked_overlap(overlap: bool | None, engine: RolloutEngine) -> bool:
+def checked_overlap(overlap: bool | None, engine: RolloutEngine | type[RolloutEngine]) -> bool:
     """Return whether sampling overlaps with training; raise an error if the engine cannot do that."""
     if overlap and not engine.can_overlap:
+        name = (engine if isinstance(engine, type) else type(engine)).__name__
         raise ValueError(
-            f"data.overlap is true, but {type(engine).__name__} cannot sample while the trainer updates: use "
+            f"data.overlap is true, but {name} cannot sample while the trainer updates: use "
             "lgrpo.engines.EnginePool, which runs vLLM in other processes, or VLLMServerEngine"
         )
     return engine.has_own_device if overlap is None else overlap

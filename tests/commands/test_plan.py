@@ -100,6 +100,26 @@ def test_rollouts_in_one_call(capsys):
     assert adaptive["rollout"].endswith("; one in each call, because the next sync is not known in advance")
 
 
+def test_overlap(capsys):
+    on, both = "--data.overlap=true", "engine and trainer need their memory at the same time"
+    assert "overlap" not in plan(capsys)
+    within = "rollouts 1 to 9 of a cycle are sampled while earlier ones train (data.overlap); "
+    assert plan(capsys, on)["overlap"] == within + both
+    assert plan(capsys, on, "--weight_sync.period=2")["overlap"].startswith("rollout 1 of a cycle is sampled")
+    assert plan(capsys, on, "--weight_sync.period=null")["overlap"].startswith("every rollout but the first")
+    assert plan(capsys, on, "--weight_sync.period={0: 1, 6: 5}")["overlap"].startswith("the rollouts of a cycle, exc")
+    assert plan(capsys, on, "--weight_sync.period=1")["overlap"].startswith("none at v = 1")
+    assert plan(capsys, on, "--data.lead=1")["overlap"].startswith("each rollout is sampled while the one before it t")
+    assert plan(capsys, on, "--data.lead=3")["overlap"].startswith("each rollout is sampled while the 3 before it tra")
+    assert plan(capsys, on, f"--config={CONFIGS / 'adaptive.yaml'}")["overlap"].startswith("none, because the next sy")
+    assert plan(capsys, f"--config={CONFIGS / 'overlap.yaml'}")["overlap"] == within + both
+    assert plan(capsys, "--data.engine=lgrpo.engines.VLLMServerEngine")["overlap"] == within[:-2]
+    replay = ["--data.engine=lgrpo.recordings.ReplayEngine", "--data.engine.path=nowhere"]
+    assert plan(capsys, *replay, on)["overlap"] == within + both
+    with pytest.raises(ValueError, match="VLLMEngine cannot sample while the trainer updates"):
+        plan(capsys, on, "--data.engine=lgrpo.engines.VLLMEngine")
+
+
 def test_the_engine_has_the_precision_of_the_trainer(capsys):
     vllm, fast = (f"--config={CONFIGS / name}.yaml" for name in ("vllm", "fast"))
     on_gpu = ["--trainer.accelerator=auto", "--trainer.precision=bf16-mixed"]
