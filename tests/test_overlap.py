@@ -164,6 +164,20 @@ def test_the_clock_of_a_restored_rollout():
     assert restored.metrics["time/generate"] == saved.metrics["time/generate"]
 
 
+def test_resumed_without_overlap(tmp_path):
+    class Save(RolloutCallback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    for first, then in ((True, False), (False, True)):
+        straight = fit(**CYCLE, data={"generate_ahead": True, "overlap": first}, callbacks=[Save(), ExactResume()])
+        resumed = build(**CYCLE, data={"generate_ahead": True, "overlap": then}, callbacks=[ExactResume()])
+        resumed.trainer.fit(resumed.module, datamodule=resumed.data, ckpt_path=str(tmp_path / "saved.ckpt"))
+        assert largest_difference(resumed.weights, straight.weights) == 0
+        assert resumed.recorder.lags == [1, 2, 3]
+
+
 class SlowSteps(TransformersEngine):
     """An engine that takes a while for each token."""
 
