@@ -10,7 +10,9 @@ function ganttCharts(page) {
     Object.entries(GANTT_COLOURS).map(([name, k]) => el("span", {}, dot(k), name)),
     el("span", {}, el("i", { class: "hatched" }), "trainer waits"),
     el("span", { class: "quiet" }, "engine and trainer on one clock; numbers are rollouts"));
-  return el("div", { class: "bars", id: "gantt" }, legend, runs.map(([run, i]) => ganttChart(page, run, i)));
+  const blank = "Blank: the engine is idle, or the trainer does other work, such as logging and checkpoints.";
+  return el("div", { class: "bars", id: "gantt" }, legend, runs.map(([run, i]) => ganttChart(page, run, i)),
+    el("p", { class: "small", style: "margin-top:8px" }, blank));
 }
 
 function ganttChart(page, run, i) {
@@ -57,6 +59,5 @@ function ganttAxis({ begin, end }) {
 function ganttSentence({ first, last, num_rollouts }) {
   const isWhole = last - first + 1 === num_rollouts;
   const shown = isWhole ? "All rollouts are shown" : `Rollouts ${first} to ${last} of ${whole(num_rollouts)} are shown`;
-  return `${shown}, in seconds since the fit began or was resumed. Blank: an idle engine, or a trainer that does ` +
-    "other work, such as logging and checkpoints.";
+  return `${shown}, in seconds since the fit began or was resumed.`;
 }
