@@ -23,9 +23,10 @@ OWN_SHARE = 0.05
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return every number that can be compared, by a name that describes it; higher is worse.
 
-    Of several rows with the same name the last counts. Rows with a handicap of TRL are not compared with TRL.
+    Of several rows with the same name the last counts. Rows with a handicap of TRL are not compared with TRL, nor is
+    memory of less than all processes.
     """
-    found, first = dict[str, float](), dict[str, float]()
+    found, first = dict[str, float](), dict[tuple[str, str, str], float]()
     for run in rows:
         settings = run["settings"]
         name = f"{run['device']}, {run['model']}, {settings['workload']} lengths"
@@ -34,7 +35,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         if "step_seconds" in ours and "step_seconds" in peer and "handicap" not in run:
             each = [times["step_seconds"] / times["trained_tokens"] for times in (ours, peer)]
             found[f"time of a step over TRL's: {name}"] = each[0] / each[1]
-            if "peak_gib" in ours and "peak_gib" in peer:
+            if "peak_gib" in ours and "peak_gib" in peer and "memory" not in run:
                 found[f"memory over TRL's: {name}"] = ours["peak_gib"] / peer["peak_gib"]
         if "trained_tokens" in ours and run["device"] == "cuda":
             per_million = ours["step_seconds"] / ours["trained_tokens"] * 1e6
@@ -42,7 +43,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         if "own_share" in ours:
             found[f"own share of a step: {name}"] = ours["own_share"]
         if (sweep := run.get("sweep")) in SWEEPS and "step_seconds" in ours:
-            start = first.setdefault(sweep, ours["step_seconds"])
+            start = first.setdefault((sweep, run["device"], run["model"]), ours["step_seconds"])
             if start != ours["step_seconds"]:
                 found[f"time of a step over the first of the sweep of {sweep}: {name}"] = ours["step_seconds"] / start
     return found
@@ -70,7 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not path.exists():
             print(f"there is no {path}")
             return 2
-    rows = read_rows(options.new)
+    if not (rows := read_rows(options.new)):
+        print(f"{options.new} has no rows")
+        return 2
     new = ratios([row for row in rows if row["command"] == rows[-1]["command"]])
     old = ratios([row for row in read_rows(kept) if row.get("shown")])
     if not (common := new.keys() & old.keys()):

@@ -3,6 +3,9 @@
 Replaces the text between ``<!-- NAME -->`` and ``<!-- end -->`` on ``tutorials/pages/speed.md`` and draws its plots.
 The rest of the page is written by hand. Every run stays in ``results/step.jsonl``; the page shows the rows with
 ``shown``. ``--show COMMAND …`` marks the rows of these commands instead of earlier ones with the same settings.
+
+Rows with ``file_commit`` were taken from files that later runs replaced. It and ``file_time`` are those of the commit
+that added the measurement, not of the code that was measured; ``command`` only distinguishes the runs.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import trl_search, update
+from tests.benchmarks.check import SAME
 from tests.benchmarks.step import RESULTS, SWEEPS, read_rows, slug, table
 
 PAGE = Path(__file__).parents[2] / "tutorials" / "pages" / "speed.md"
@@ -33,13 +38,13 @@ def shown(rows: Rows) -> dict[str, Rows]:
 
 
 def mark(rows: Rows, commands: list[str]) -> None:
-    """Show the rows of these commands, and hide earlier ones of the same machine, model, workload and v.
+    """Show the rows of these commands, and hide earlier ones of the same machine, model, sizes and number of engines.
 
     Rows with a handicap stay: they are listed separately.
     """
 
     def subject(row: dict[str, Any]) -> tuple[Any, ...]:
-        settings = [row["settings"][name] for name in ("workload", "v", "group", "completion_tokens")]
+        settings = [row["settings"].get(name) for name in (*SAME, "processes")]
         return row["machine"], row["model"], row["sweep"], *settings
 
     if unknown := set(commands) - {row["command"] for row in rows}:
@@ -72,17 +77,25 @@ def describe(rows: Rows) -> str:
         title = (
             f"**{row['model']}, {s['workload']} lengths**: {s['prompts']} prompts {prompts} × "
             f"{s['group']} completions, {tokens}; v = {v}, micro-batches: {s['micro_batches']}; "
-            f"steps: {s['steps']} after {s['warm_up']}"
+            f"steps: {s['steps']} after {s['warm_up']}{'' if 'ratio_range' in row else ', means'}"
         )
         title += f"; TRL: {trl_search.settings_text(s['peer'])}" if "peer" in s else ""
         title += f"; {row['note']}" if "note" in row else ""
         title += f"; memory: {row['memory']}" if "memory" in row else ""
-        title += f". Ratio to TRL: **{row['ratio']:.2f}**" if "ratio" in row else ""
-        title += " ({:.2f}–{:.2f})".format(*row["ratio_range"]) if "ratio_range" in row else ""
-        blocks.append(f"{title}\n\n{table(row)}\n\n{source(row, ROWS.name)}")
+        blocks.append(f"{title}{ratio_text(row)}\n\n{table(row)}\n\n{source(row, ROWS.name)}")
     if older := [row for row in rows if "handicap" in row]:
         blocks.append(with_handicap(older))
     return "\n\n".join(blocks)
+
+
+def ratio_text(row: dict[str, Any]) -> str:
+    """Return the ratio to TRL with its range; that of the medians for rows that have means."""
+    if "ratio_range" in row:
+        return ". Ratio to TRL: **{:.2f}** ({:.2f}–{:.2f})".format(row["ratio"], *row["ratio_range"])
+    if "ratio" in row:
+        ours, peer = (statistics.median(row[system]["steps"]) for system in NAMES)
+        return f". Ratio to TRL: **{peer / ours:.2f}** of the medians, {row['ratio']:.2f} of the means"
+    return ""
 
 
 def with_handicap(rows: Rows) -> str:
@@ -100,13 +113,15 @@ def with_handicap(rows: Rows) -> str:
         cells.append(" / ".join(f"{times['peak_gib']:.3g}" for times in both if "peak_gib" in times))
         lines.append(f"| {' | '.join(cells)} |")
     handicaps = "; ".join(dict.fromkeys(row["handicap"] for row in rows))
-    return "\n".join([*lines, "", f"Handicap of TRL: {handicaps}. {source(rows[-1], ROWS.name)}"])
+    last = {name: value for name, value in rows[-1].items() if name != "file_commit"}  # each row has its own
+    return "\n".join([*lines, "", f"Handicap of TRL: {handicaps}. {source(last, ROWS.name)}"])
 
 
 def source(row: dict[str, Any], file: str) -> str:
     """Return the machine, the versions and a link to the results."""
     versions = ", ".join(f"{package} {number}" for package, number in row["versions"].items())
     commit = f"; commit {row['commit']}" if "commit" in row else ""
+    commit += f"; in the repository since {row['file_commit']}" if "file_commit" in row else ""
     return f"{row['machine']}; {versions}{commit}; [results](../../tests/benchmarks/results/{file})."
 
 

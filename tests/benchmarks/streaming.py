@@ -123,7 +123,7 @@ def measure(
         "wait": mean("wait"),
         "sync": mean("sync"),
         "trainer_idle_share": mean("trainer_idle_share"),
-        "engine_idle_share": mean("engine_idle_share"),
+        "engine_idle_share": round(1 - sum(rollout["generate"] for rollout in rollouts) / total, 4),
     }
 
 
@@ -169,9 +169,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        same = [
-            r for r in rows if r["arm"] == BASELINE and (r["commit"], r["settings"]) == (row["commit"], row["settings"])
-        ]
+        same = [r for r in rows if r["arm"] == BASELINE and command_of(r) == command_of(row)]
         ratio = row["seconds_per_rollout"] / statistics.median(r["seconds_per_rollout"] for r in same) if same else None
         cells = [
             row["arm"],

@@ -5,10 +5,12 @@
     python -m tests.benchmarks.trl_search --device cuda --model 1.5b --workload fixed --seconds 500 --cycles 2 5 9
     python -m tests.benchmarks.trl_search --report
 
-Each candidate changes the fastest settings so far by one of ``MOVES``, in this order, and runs in its own process. Its
-row is appended to ``tests/benchmarks/results/trl_search.jsonl`` when it ends, with the error if it failed. A later
-command repeats the search with the rows it finds and measures the missing ones; ``--retry`` measures failed ones again.
-``--cycles`` runs the fastest settings with ``steps_per_generation`` for so many optimizer steps.
+Each candidate changes the fastest settings so far by one of ``MOVES``, in this order, and runs in its own process, with
+``--steps`` measured steps (3 on a GPU) after ``--warm-up``. The two fastest candidates are measured again, and the one
+with the lower median of all its steps wins. Rows are appended to ``tests/benchmarks/results/trl_search.jsonl`` when a
+candidate ends, with the error if it failed. A later command repeats the search with the rows it finds and measures
+those that are missing or have fewer steps; ``--retry`` measures failed ones again. ``--cycles`` runs the fastest
+settings with ``steps_per_generation`` for so many optimizer steps.
 
 GRPOTrainer of TRL 1.16 has no packing and no padding-free mode. The log-probabilities are computed in chunks by a fused
 head in all candidates; ``use_liger_kernel`` replaces the kernels of the layers. Attention other than torch's needs
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from typing import Any
 
@@ -28,6 +31,7 @@ from tests.benchmarks.step import (
     RESULTS,
     arguments,
     ensure_model,
+    machine_name,
     model_folder,
     origin,
     parse,
@@ -67,16 +71,26 @@ def seconds_per_token(row: dict[str, Any]) -> float:
     return found["step_seconds"] / found["trained_tokens"] if "step_seconds" in found else float("inf")
 
 
+def ranking(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return TRL's settings in these rows, the fastest first, by the median of all steps with the same settings."""
+    steps: dict[str, list[float]] = {}
+    for row in rows:
+        if "step_seconds" in row["trl"]:
+            steps.setdefault(json.dumps(row["settings"]["peer"]), []).extend(row["trl"]["per_token"])
+    return [json.loads(peer) for peer in sorted(steps, key=lambda peer: statistics.median(steps[peer]))]
+
+
 def best_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return TRL's settings of the fastest row at v = 1 for the options' model and workload."""
+    """Return TRL's fastest settings at v = 1 for the options' machine, model and workload."""
     workloads = [name for name in options.workload if name != "none"]
     wanted = {"workload": workloads[0], "device": options.device, "model": options.name}
+    wanted |= {"machine": options.machine or machine_name(options.device)}
     wanted |= {name: getattr(options, name) for name in SAME}
     rows = [row for row in read_rows(ROWS) if row["settings"]["v"] == 1 and wanted.items() <= key(row).items()]
-    rows = [row for row in rows if "step_seconds" in row["trl"]]
-    if len(workloads) != 1 or not rows:
+    found = ranking(rows)
+    if len(workloads) != 1 or not found:
         raise SystemExit(f"--peer best requires one workload, and a row in {ROWS} with {wanted}")
-    return dict(min(rows, key=seconds_per_token)["settings"]["peer"])
+    return found[0]
 
 
 class Search:
@@ -87,29 +101,42 @@ class Search:
         self.begin, self.longest = time.monotonic(), 0.0
         self.next: IsolatedPart | None = None
 
-    def row(self, peer: dict[str, Any], v: int) -> dict[str, Any] | None:
-        """Return the row of a candidate, measured now if there is none; None if there is no time left."""
+    def blank(self, peer: dict[str, Any], v: int) -> dict[str, Any]:
+        """Return a row without results."""
         options = self.options
-        chosen = phase(argparse.Namespace(**vars(options) | {"v": v}), options.workload[0], v, 1, 1)
-        settings = {name: getattr(options, name) for name in ("micro_batches", *SAME)} | chosen | {"peer": peer}
-        row = self.shared | {"settings": settings}
-        for other in reversed(read_rows(options.out)):
-            same = key(other) == key(row) and (other["settings"]["peer"], other["settings"]["v"]) == (peer, v)
-            if same and not (options.retry and "error" in other["trl"]):
-                return other
+        given = argparse.Namespace(**vars(options) | {"v": v})
+        settings = {name: getattr(options, name) for name in ("micro_batches", *SAME)}
+        settings |= phase(given, options.workload[0], v, options.steps, options.warm_up)
+        return self.shared | {"settings": settings | {"peer": peer}}
+
+    def measured(self, peer: dict[str, Any], v: int) -> list[dict[str, Any]]:
+        """Return the rows of this search at v, with any settings of TRL and at least as many steps as a new row."""
+        wanted = self.blank(peer, v)
+        rows = [row for row in read_rows(self.options.out) if key(row) == key(wanted) and row["settings"]["v"] == v]
+        return [row for row in rows if row["settings"]["steps"] >= wanted["settings"]["steps"]]
+
+    def row(self, peer: dict[str, Any], v: int, runs: int = 1) -> dict[str, Any] | None:
+        """Return the first row of a candidate, measured now if it has fewer than ``runs``; None if no time is left."""
+        options = self.options
+        rows = [row for row in self.measured(peer, v) if row["settings"]["peer"] == peer]
+        succeeded = [row for row in rows if "error" not in row["trl"]]
+        found = succeeded if succeeded or options.retry else rows
+        if len(found) >= runs:
+            return found[0]
         left = options.seconds - (time.monotonic() - self.begin)
         if left < self.longest:
             print(f"{left:.0f} s are left, a candidate took {self.longest:.0f} s: run this command again", flush=True)
             return None
-        return self.measure(row, chosen, min(options.limit, left))
+        return self.measure(self.blank(peer, v), min(options.limit, left))
 
-    def measure(self, row: dict[str, Any], chosen: dict[str, Any], limit: float) -> dict[str, Any]:
-        begin, peer = time.monotonic(), row["settings"]["peer"]
+    def measure(self, row: dict[str, Any], limit: float) -> dict[str, Any]:
+        begin, settings = time.monotonic(), row["settings"]
+        chosen = {name: settings[name] for name in ("workload", "v", "steps", "warm_up")}
         process = self.next or start("trl", self.options, [])
         self.next = start("trl", self.options, []) if self.options.early_start else None
         ensure_model(self.options)  # while the processes import their packages
         with process:
-            found, failure = process.measure(limit, peer=peer, phases=[chosen])
+            found, failure = process.measure(limit, peer=settings["peer"], phases=[chosen])
         row["trl"] = (found[0] if found else {}) | failure
         row["seconds"] = round(time.monotonic() - begin, 1)
         self.longest = max(self.longest, row["seconds"])
@@ -141,6 +168,7 @@ def describe(row: dict[str, Any]) -> str:
     """Return a row as a line of a Markdown table."""
     settings, found = row["settings"], row["trl"]
     cells = [row["model"], settings["workload"], str(settings["v"]), settings_text(settings["peer"])]
+    cells.append(str(settings["steps"]))
     if "step_seconds" in found:
         stages = (found["stages"][stage] for stage in ("generate", "update"))
         numbers = [found["step_seconds"], *stages, found["peak_gib"], found.get("cache_gib", 0.0)]
@@ -153,8 +181,8 @@ def describe(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as a Markdown table."""
-    titles = "| model | workload | v | TRL's settings | step, s | generate | update | peak, GiB | KV cache |\n"
-    return titles + "|---|---|---:|---|" + "---:|" * 5 + "\n" + "\n".join(map(describe, rows))
+    titles = "| model | workload | v | TRL's settings | steps | step, s | generate | update | peak, GiB | KV cache |\n"
+    return titles + "|---|---|---:|---|" + "---:|" * 6 + "\n" + "\n".join(map(describe, rows))
 
 
 def main() -> None:
@@ -183,12 +211,16 @@ def main() -> None:
                 if (row := search.row(peer, 1)) is None:
                     return
                 best = row if best is None or seconds_per_token(row) < seconds_per_token(best) else best
+            for peer in ranking(search.measured(base, 1))[:2]:
+                if search.row(peer, 1, runs=2) is None:
+                    return
+            fastest = ranking(search.measured(base, 1))
             for v in options.cycles:
-                if best is None or search.row(best["settings"]["peer"], v) is None:
+                if not fastest or search.row(fastest[0], v) is None:
                     return
         finally:
             search.close()
-    print(f"fastest at v = 1\n{table([best])}" if best else "nothing was measured")
+    print(f"fastest at v = 1: {settings_text(fastest[0])}" if fastest else "nothing was measured")
 
 
 if __name__ == "__main__":
