@@ -198,10 +198,12 @@ class RolloutDataModule(L.LightningDataModule):
             mask_failures=self.scoring is not None and self.scoring.mask_failures,
             budget=budget,
             started=sampler.started,
+            busy_seconds=sampler.busy_seconds,
         )
         self._buffer = RolloutBuffer(trainer, self.schedule, preparation, rollouts_per_epoch)
 
     def teardown(self, stage: str) -> None:
+        self.schedule.close()  # a fit that stops early may be sampling
         self._close_scorers()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -224,8 +226,11 @@ class RolloutDataModule(L.LightningDataModule):
         Rollouts being sampled are not waited for: after a resume they are sampled again, from the same weights.
         """
         own = {"schedule": self.schedule.state_dict(), "buffer": self._buffer and self._buffer.rollout_state()}
-        state = {"ranks": gather_ranks(self._trainer, own), "engine": self.engine.state_dict()}
-        self._rest_engine()
+        ranks = gather_ranks(self._trainer, own | {"exhausted": self.engine.state.exhausted})
+        exhausted = [rank.pop("exhausted") for rank in ranks]
+        with self.engine.kept(not all(exhausted)):  # the slowest rank may still need the weights
+            state = {"ranks": ranks, "engine": self.engine.state_dict()}
+        self.schedule.rest_engine()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -279,7 +284,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _evaluate(self, index: int) -> EvaluationBatch:
         self.wait_for_sampling()
         batch = self._evaluators[index].evaluate()
-        self._rest_engine()
+        self.schedule.rest_engine()
         return batch
 
     def sample_held_out(self, num_prompts: int) -> RolloutBatch:
@@ -292,7 +297,7 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError("there are no held-out prompts: the task has no validation set")
         self.wait_for_sampling()
         batch = evaluator.held_out_rollout(num_prompts, self.group_size, self.sampling)
-        self._rest_engine()
+        self.schedule.rest_engine()
         return batch
 
     def _evaluator(self, name: str, task: Task, settings: Evaluation) -> Evaluator:
@@ -337,11 +342,6 @@ class RolloutDataModule(L.LightningDataModule):
         if self.trainer is None:
             raise RuntimeError("a RolloutDataModule needs a Trainer: call trainer.fit(module, datamodule=…)")
         return self.trainer
-
-    def _rest_engine(self) -> None:
-        """Have the engine release its memory, unless it may be sampling in the background."""
-        if not self.overlap:
-            self.engine.sleep()
 
     def _on_stage(self, stage: Stage) -> None:
         """Announce a stage, unless it runs in the background."""

@@ -19,7 +19,7 @@ Before each further pass over the rollout, ``next_pass`` takes out completions t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -53,6 +53,9 @@ class RolloutPreparation:
     budget: TokenBudget | None = None
     started: float = field(default_factory=time.perf_counter)
     """Beginning of the fit, from which the clock of ``time/clock`` counts."""
+    busy_seconds: Callable[[], float] = lambda: 0.0
+    """Function that returns the seconds for which the engine has been sampling so far."""
+    _last_busy: float = field(default=0.0, init=False)
     _last_end: float | None = field(default=None, init=False)
     _period: float | None = field(default=None, init=False)  # seconds from the previous rollout to this one
 
@@ -73,7 +76,7 @@ class RolloutPreparation:
             batch.loss_mask &= ~batch.failed[:, None]
         set_advantages(batch, self.advantage, self.seed, trainer)
         call_rollout_end(trainer, batch)
-        batch.metrics |= {"time/sync": sync_seconds} | self._idle_times(start, batch.metrics["time/generate"])
+        batch.metrics |= {"time/sync": sync_seconds} | self._idle_times(start)
         set_totals(batch, trainer)
         if self._period is not None:
             batch.metrics["time/tokens_per_second"] = batch.totals.all_tokens / self._period
@@ -101,15 +104,15 @@ class RolloutPreparation:
             too_old = batch.lag(self.trainer.global_step) > self.max_lag  # False for recorded ones, whose lag is NaN
             batch.loss_mask &= ~too_old[:, None]
 
-    def _idle_times(self, start: float, generate_seconds: float) -> dict[str, float]:
+    def _idle_times(self, start: float) -> dict[str, float]:
         """Return the time the trainer waited for this rollout; from the second on, also shares of the time between."""
-        now = time.perf_counter()
+        now, busy = time.perf_counter(), self.busy_seconds()
         times = {"time/wait": now - start, "time/clock": now - self.started}
         if self._last_end is not None:
             self._period = now - self._last_end
             times["time/trainer_idle_share"] = (now - start) / self._period
-            times["time/engine_idle_share"] = max(0.0, 1 - generate_seconds / self._period)
-        self._last_end = now
+            times["time/engine_idle_share"] = max(0.0, 1 - (busy - self._last_busy) / self._period)
+        self._last_end, self._last_busy = now, busy
         return times
 
 

@@ -17,6 +17,7 @@ from lgrpo.data.collate import Group, as_rewards, collate_rollout, completions_o
 from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
+from lgrpo.engines.completions import OnGroup
 from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
@@ -74,6 +75,8 @@ class RolloutSampler:
         self.share = self.num_prompts // self.world_size
         self.first = self.rank * self.share
         self._seconds: dict[str, float] = {}
+        self._busy = 0.0
+        self._busy_since: float | None = None  # start of the engine's current call
         self._faults = self._engine_faults()
 
     def prepare_engine(self, num_rollouts: int) -> None:
@@ -97,9 +100,20 @@ class RolloutSampler:
         else:
             prompts = prompts_at(self.prompts, self._positions(rollouts))
             with _Stream(self, rollouts, prompts, deliver) as stream:
-                self.engine.generate(
-                    prompts, self.group_size, self.sampling, self.seed, self.tokenizer, stream.on_group
-                )
+                self._generate(prompts, stream.on_group)
+
+    def busy_seconds(self) -> float:
+        """Return the seconds for which the engine has been sampling so far."""
+        since = self._busy_since
+        return self._busy + (0.0 if since is None else time.perf_counter() - since)
+
+    def _generate(self, prompts: Sequence[Prompt], on_group: OnGroup) -> list[list[Completion]]:
+        self._busy_since = start = time.perf_counter()
+        try:
+            return self.engine.generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer, on_group)
+        finally:
+            self._busy_since = None
+            self._busy += time.perf_counter() - start
 
     def _positions(self, rollouts: range) -> list[int]:
         """Return the positions of this rank's prompts."""
@@ -144,9 +158,7 @@ class RolloutSampler:
         prompts = prompts_at(self.prompts, positions)
         with self._stage("generate"):
             scores_of = GroupScores(self.scorer, prompts)
-            answers = self.engine.generate(
-                prompts, self.group_size, self.sampling, self.seed, self.tokenizer, scores_of
-            )
+            answers = self._generate(prompts, scores_of)
         with self._stage("score"):
             scores = scores_of.result()
         return [Group(*group) for group in zip(prompts, answers, scores, strict=True)]
@@ -201,6 +213,8 @@ class _Stream:
 
     The engine calls ``on_group``, from any thread. A thread of its own waits for scores and delivers. Leaving the
     context waits for the last delivery, and raises the error of one that failed.
+
+    Groups are scored one rollout after another, so that the reward's metrics belong to the rollout.
     """
 
     def __init__(self, sampler: RolloutSampler, rollouts: range, prompts: Sequence[Prompt], deliver: Deliver) -> None:
@@ -213,6 +227,8 @@ class _Stream:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deliver")
         self._deliveries: list[Future[None]] = []
+        self._scored = 0
+        """Number of the rollout whose groups are being scored."""
         self._last = time.perf_counter()
 
     def __enter__(self) -> _Stream:
@@ -226,21 +242,22 @@ class _Stream:
 
     def on_group(self, index: int, completions: list[Completion]) -> None:
         """Have a group scored, and the next rollouts delivered if it was the last one they waited for."""
-        self._scores_of(index, completions)
         with self._lock:
             self._completions[index] = completions
-            while (j := len(self._deliveries)) < len(self._rollouts) and self._own(j) <= self._completions.keys():
+            if index in self._own(self._scored):
+                self._scores_of(index, completions)
+            while (j := len(self._deliveries)) < len(self._rollouts) and self._completions.keys() >= set(self._own(j)):
                 self._deliveries.append(self._thread.submit(self._finish, j, time.perf_counter()))
             for delivery in self._deliveries:
                 if delivery.done():
                     delivery.result()  # ends the generation if a reward failed
 
-    def _own(self, j: int) -> set[int]:
+    def _own(self, j: int) -> range:
         """Return the indices of the prompts of the j-th rollout."""
-        return set(range(j * self._sampler.share, (j + 1) * self._sampler.share))
+        return range(j * self._sampler.share, (j + 1) * self._sampler.share)
 
     def _finish(self, j: int, sampled_at: float) -> None:
-        sampler, own = self._sampler, sorted(self._own(j))
+        sampler, own = self._sampler, self._own(j)
         scores = self._scores_of.result(own)
         groups = [
             Group(self._prompts[index], self._completions.pop(index), score)
@@ -248,6 +265,11 @@ class _Stream:
         ]
         batch = sampler.collate(groups, self._rollouts[j])
         batch.metrics |= sampler.scorer.reward.report() | sampler.new_faults(1)
+        with self._lock:
+            self._scored = j + 1
+            for index in self._own(j + 1):
+                if index in self._completions:
+                    self._scores_of(index, self._completions[index])
         batch.metrics |= {
             "time/generate": sampled_at - self._last,
             "time/score": time.perf_counter() - sampled_at,

@@ -11,9 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeAlias
 
 import lightning as L
+import torch
 
 from lgrpo.checks import check_count
 from lgrpo.engines import RolloutEngine
@@ -68,9 +70,10 @@ class RolloutSchedule:
 
     def get(self, trainer: L.Trainer, rollout: int) -> tuple[RolloutBatch, float]:
         """Return rollout k, waiting until it is sampled, and the seconds spent in its start hooks."""
+        for started in range(rollout, self._last_started + 1):
+            # After a resume, or an interrupt before its sampling. Now: the next hooks may sync other weights.
+            self._request(trainer, started)
         seconds = self._start(trainer, rollout + self.lead)
-        if rollout not in self._queue:  # an interrupt came between its hooks and its sampling
-            self._request(trainer, rollout)
         return self._queue.get(rollout), seconds
 
     def ready(self) -> list[RolloutBatch]:
@@ -95,8 +98,13 @@ class RolloutSchedule:
         if self._queue.close():
             self.engine.close()  # ends a generation in the background, which would keep the process alive
 
+    def rest_engine(self) -> None:
+        """Have the engine release its memory, unless it may be sampling in the background."""
+        if not self.overlap:
+            self.engine.sleep()
+
     def state_dict(self) -> dict[str, Any]:
-        self._queue.collect()
+        self._queue.collect(raises=False)  # a checkpoint of what is there, also after an error
         return {"queue": self._queue.state_dict(), "last_started": self._last_started, "cycle_end": self._cycle_end}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,8 +148,12 @@ class RolloutSchedule:
     def _on_sampled(self, rollouts: range) -> None:
         if self._cycle_end is not None and rollouts.stop >= self._cycle_end:
             self.engine.finish_cycle()
-        if not self.overlap:
-            self.engine.sleep()
+        self.rest_engine()
+
+
+def same_device() -> Callable[[], None] | None:
+    """Return a function that gives a new thread the CUDA device of this one; a thread starts with device 0."""
+    return partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
 
 def check_lags(max_lag: int | None, lead: int, reuse: int, engine: RolloutEngine) -> None:
@@ -186,7 +198,7 @@ class RolloutQueue:
         """
         self._sample = sample
         self._on_sampled = on_sampled
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts") if in_background else None
+        self._executor = ThreadPoolExecutor(1, "rollouts", same_device()) if in_background else None
         self._changed = threading.Condition()
         """Held to read or write ``_ready``; notified when a rollout is delivered or a request ends."""
         self._ready: dict[int, RolloutBatch] = {}
@@ -267,9 +279,12 @@ class RolloutQueue:
             self._has_failed = True
             raise
 
-    def collect(self) -> None:
-        """Call ``on_sampled`` for the requests that have ended, and raise the error of one that failed."""
+    def collect(self, raises: bool = True) -> None:
+        """Call ``on_sampled`` for the requests that have ended; raise the error of one that failed, if ``raises``."""
         while self._pending and self._pending[0][1].done():
+            future = self._pending[0][1]
+            if not raises and (future.cancelled() or future.exception() is not None):
+                return
             self._finish_first()
 
     def _finish_first(self) -> None:

@@ -253,6 +253,16 @@ class RolloutEngine(ABC):
         """Declare that every rollout of the cycle is sampled, so that the weights are no longer needed."""
         self.state.exhausted = True
 
+    @contextmanager
+    def kept(self, needed: bool) -> Iterator[None]:
+        """Include the weights in a state dict inside the context, if ``needed`` although the cycle is exhausted."""
+        exhausted = self.state.exhausted
+        self.state.exhausted = exhausted and not needed
+        try:
+            yield
+        finally:
+            self.state.exhausted = exhausted
+
     def require_weights(self) -> tuple[int, int]:
         """Return step and version of the weights, or raise if there are none to sample from."""
         if self.state.exhausted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import warnings
 import zipfile
@@ -104,7 +105,17 @@ def moment(checkpoint: dict[str, Any]) -> Any:
     """Return what two checkpoints have in common only if nothing was trained or validated between them."""
     weights = checkpoint.get("state_dict", {}).values()
     tensors = [(t.data_ptr(), t._version) for t in weights if isinstance(t, torch.Tensor) and not t.is_inference()]
-    return sorted(checkpoint), checkpoint.get("global_step"), repr(checkpoint.get("loops")), tensors
+    queues = [
+        (len(rank["schedule"]["queue"]), rank["schedule"]["last_started"])
+        for part in checkpoint.values()
+        if isinstance(part, dict)
+        for rank in part.get("ranks", [])
+    ]
+    try:
+        callbacks: Any = pickle.dumps(checkpoint.get("callbacks"))
+    except Exception:
+        callbacks = object()  # equal to no other
+    return sorted(checkpoint), checkpoint.get("global_step"), repr(checkpoint.get("loops")), tensors, queues, callbacks
 
 
 def _linked(source: Path, target: Path) -> bool:

@@ -122,7 +122,8 @@ class EnginePool(RolloutEngine):
             for worker in list(self._workers.running):
                 path = worker.folder / "held.safetensors"
                 try:
-                    worker.call_urgently("write_weights", path, timeout=self.timeouts.sync)
+                    # an engine that does not call on_step answers when its generation ends
+                    worker.call_urgently("write_weights", path, timeout=self.timeouts.generate)
                     return load_file(path)
                 except EngineFailure as failure:
                     reason = f" ({failure})"
@@ -249,6 +250,7 @@ class EnginePool(RolloutEngine):
     def _restart_missing(self, step: int, version: int) -> None:
         """Replace the workers that are gone by new ones with the weights that the others hold."""
         with self.budget.timed():
+            free_cached_memory()
             weights = PolicyWeights.of(self.held_config(), self.held_weights())
             while not self._workers.is_complete:
                 worker, manifest = self._workers.start(), WeightManifest(dtype=self._sent_dtype)

@@ -41,7 +41,7 @@ class WorkerRequests:
         self._connection = connection
         self._urgent = urgent
         self._engine = engine
-        engine.on_step = self._serve_urgent
+        engine.on_step = self.serve_urgent
         self._buffers = buffers
         self._manifest = WeightManifest()
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -149,7 +149,7 @@ class WorkerRequests:
             answer = "error", portable(error)
         connection.send(answer)
 
-    def _serve_urgent(self) -> None:
+    def serve_urgent(self) -> None:
         """Serve the urgent requests that have arrived."""
         while self._urgent.poll():
             self._is_sending = True
@@ -178,8 +178,10 @@ def main() -> None:
         requests = WorkerRequests(connection, urgent, engine, buffers)
         signal.signal(signal.SIGINT, requests._interrupt)
         while True:
-            for ready in wait([connection, urgent]):
-                requests.serve(ready)  # type: ignore[arg-type]
+            wait([connection, urgent])
+            requests.serve_urgent()
+            if connection.poll():  # a generation serves urgent requests itself
+                requests.serve(connection)
     except (EOFError, OSError):  # the trainer has ended, or closed the pipe
         buffers.clear()
         exit_worker(folder)

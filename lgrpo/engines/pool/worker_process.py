@@ -103,6 +103,7 @@ class WorkerProcess:
             try:
                 self._urgent.send((name, arguments))
                 if not self._urgent.poll(timeout):
+                    self.kill()  # a late answer would be taken for that of the next request
                     raise EngineFailure(f"a process of the pool did not answer for {timeout:g} s")
                 kind, content = self._urgent.recv()
             except (EOFError, OSError) as error:

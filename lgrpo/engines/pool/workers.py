@@ -51,6 +51,8 @@ class Workers:
         self.engine = engine
         self.num_processes = num_processes
         self.running: list[WorkerProcess] = []
+        self._started: list[WorkerProcess] = []
+        """All workers that have not been ended, also those that do not have their weights yet."""
         self.folder: Path | None = None
         """Folder of all files, while there are workers."""
         self._buffers = StagingBuffers()
@@ -70,7 +72,9 @@ class Workers:
             environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // self.num_processes))
         else:
             environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[torch.cuda.current_device()]
-        return WorkerProcess(self.engine, Path(tempfile.mkdtemp(dir=self.folder)), environment)
+        worker = WorkerProcess(self.engine, Path(tempfile.mkdtemp(dir=self.folder)), environment)
+        self._started.append(worker)
+        return worker
 
     def send_weights(
         self,
@@ -158,12 +162,13 @@ class Workers:
         """End a worker, running or just started."""
         if not worker.close():
             self._buffers.mark_leaked()
-        if worker in self.running:
-            self.running.remove(worker)
+        for workers in (self.running, self._started):
+            if worker in workers:
+                workers.remove(worker)
 
     def close(self) -> None:
         """End all workers, release the buffers, and delete all files."""
-        for worker in list(self.running):
+        for worker in list(self._started):
             self.end(worker)
         self._buffers.clear()
         if self.folder is not None:
