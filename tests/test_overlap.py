@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
@@ -17,9 +18,10 @@ from lgrpo.data import schedule
 from lgrpo.data.sampler import DynamicSampling
 from lgrpo.data.schedule import RolloutQueue
 from lgrpo.engines import EngineError, EnginePool, VLLMEngine
-from lgrpo.rewards import Reward
+from lgrpo.engines.base import Timeouts
+from lgrpo.rewards import Reward, WeightedSum
 from lgrpo.tasks import SortDigits
-from tests.helpers import build, fit, largest_difference
+from tests.helpers import LowDigits, build, fit, largest_difference
 
 CYCLE = {"v": 4, "rollouts": 8}
 AHEAD = {"generate_ahead": True, "overlap": True}
@@ -272,3 +274,97 @@ def test_vllm_in_a_pool():
     rows = overlapped.logged
     assert any(rows[k]["time/clock"] < rows[k + 1]["time/sampled_at"] for k in (0, 1, 2, 4, 5, 6))
     assert all(a["time/clock"] >= b["time/sampled_at"] for a, b in zip(plain.logged, plain.logged[1:4], strict=False))
+
+
+class SaveEveryStep(RolloutCallback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize(("v", "lead", "ahead"), [(2, 2, False), (1, 1, False), (3, 2, True)])
+def test_resumed_from_every_step_with_a_lead(v, lead, ahead, tmp_path):
+    """Rollouts that were being sampled are sampled again before the next sync, not after it."""
+    settings, data = {"v": v, "rollouts": 6}, {"lead": lead, "generate_ahead": ahead, "overlap": True}
+    saved = SaveEveryStep(tmp_path)
+    whole = fit(**settings, data=data | {"engine": SlowSteps()}, callbacks=[saved, ExactResume()])
+    for step in range(1, 6):
+        resumed = build(**settings, data=data, callbacks=[ExactResume()])
+        resumed.trainer.fit(resumed.module, datamodule=resumed.data, ckpt_path=str(tmp_path / f"{step}.ckpt"))
+        assert resumed.recorder.lags == whole.recorder.lags[step:], step
+        assert largest_difference(resumed.weights, whole.weights) == 0, step
+
+
+def test_a_checkpoint_has_the_weights_that_another_rank_needs(tmp_path, monkeypatch):
+    """This rank has sampled its share of the cycle, and the other has not."""
+    run = fit(v=4, rollouts=8, data=AHEAD, trainer={"max_steps": 3})
+    run.data.schedule._queue.wait()
+    run.data.engine.finish_cycle()
+    assert run.data.state_dict()["engine"]["weights"] is None
+    monkeypatch.setattr("lgrpo.data.datamodule.gather_ranks", lambda _, own: [own, own | {"exhausted": False}])
+    state = run.data.state_dict()
+    assert state["engine"]["weights"] is not None
+    assert not state["engine"]["exhausted"]
+    assert run.data.engine.state.exhausted
+
+
+def test_metrics_of_a_reward_belong_to_their_rollout():
+    def task():
+        return SortDigits(num_digits=2, num_held_out=20, reward=WeightedSum({"low": LowDigits()}, {"low": 1.0}))
+
+    rows = [fit(**CYCLE, data={"task": task()} | data).logged for data in ({}, AHEAD)]
+    for plain, overlapped in zip(*rows, strict=True):
+        assert overlapped["reward/low"] == plain["reward/low"] == pytest.approx(plain["rollout/reward"])
+
+
+class FailsInBackground(TransformersEngine):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def sample(self, generation):
+        self.count += 1
+        if self.count == 3:
+            raise EngineError("failed in the background")
+        super().sample(generation)
+
+
+def test_a_checkpoint_after_a_failure_in_the_background(tmp_path):
+    class Save(RolloutCallback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                wait([future for _, future in trainer.datamodule.schedule._queue._pending])
+                trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    run = build(v=4, rollouts=8, data={"overlap": True, "engine": FailsInBackground()}, callbacks=[Save()])
+    with pytest.raises(EngineError, match="failed in the background"):
+        run.trainer.fit(run.module, datamodule=run.data)
+    resumed = build(v=4, rollouts=8, data={"overlap": True})
+    resumed.trainer.fit(resumed.module, datamodule=resumed.data, ckpt_path=str(tmp_path / "failed.ckpt"))
+    assert largest_difference(resumed.weights, fit(v=4, rollouts=8).weights) == 0
+
+
+def test_urgent_request_beside_another_one():
+    """A worker that finds both must not wait for the urgent one after a generation has served it."""
+    engine = EnginePool(SlowSteps(max_sequences=8), num_processes=1, timeouts=Timeouts(generate=20))
+    try:
+        run = fit(v=2, rollouts=2, data={"engine": engine})
+        engine.load_weights(run.module.policy_weights(), 9)
+        worker, prompts = engine._workers.running[0], [run.data.train_prompts.at(index) for index in range(4)]
+
+        def generate():
+            return engine.generate(prompts, 2, run.data.sampling, 0, run.data.tokenizer)
+
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(2) as threads:
+            both = [threads.submit(generate), threads.submit(engine.held_weights)]
+            time.sleep(0.5)
+            os.kill(worker.process.pid, signal.SIGCONT)
+            groups, weights = (future.result() for future in both)
+        assert weights.keys() == dict(run.module.policy_weights()).keys()
+        assert [[c.token_ids for c in group] for group in generate()] == [[c.token_ids for c in g] for g in groups]
+        assert engine.faults.num_failures == 0
+    finally:
+        engine.close()

@@ -65,6 +65,17 @@ def test_a_checkpoint_of_changed_weights_is_written(tmp_path):
     assert (tmp_path / "weights.ckpt").stat().st_size < third.stat().st_size
 
 
+def test_each_checkpoint_has_its_callbacks_state(tmp_path):
+    """A second ModelCheckpoint has another best model when it saves."""
+    best = ModelCheckpoint(
+        dirpath=tmp_path / "best", filename="{step}", monitor="rollout/reward", mode="max", every_n_train_steps=1
+    )
+    own = settings(tmp_path)
+    fit(**own | {"callbacks": [*own["callbacks"], best]})
+    states = torch.load(best.best_model_path, weights_only=True)["callbacks"].values()
+    assert [state["best_model_path"] for state in states if state.get("monitor")] == [best.best_model_path]
+
+
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV])
 def test_a_file_system_without_links(tmp_path, monkeypatch, number):
     def link(*_):
