@@ -104,7 +104,7 @@ class RolloutSchedule:
             self.engine.sleep()
 
     def state_dict(self) -> dict[str, Any]:
-        self._queue.collect(raises=False)  # a checkpoint of what is there, also after an error
+        self._queue.collect(raises=False)  # a checkpoint can be written after an error too
         return {"queue": self._queue.state_dict(), "last_started": self._last_started, "cycle_end": self._cycle_end}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
