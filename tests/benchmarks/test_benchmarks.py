@@ -23,7 +23,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from lgrpo.policy import character_tokenizer
-from tests.benchmarks import answers, check, demo, page, studies, trl_search
+from tests.benchmarks import answers, check, demo, page, streaming, studies, trl_search
 from tests.benchmarks.isolated import IsolatedPart
 from tests.benchmarks.stages import Stages, used_memory
 from tests.benchmarks.step import PEER, arguments, parse, read_rows, table
@@ -420,6 +420,16 @@ def test_a_shown_command_replaces_earlier_ones():
     assert [row["shown"] for row in rows] == [False, True, True], "the second has other prompts"
     with pytest.raises(SystemExit, match="no rows of the commands"):
         page.mark(rows, ["tomorrow"])
+
+
+def test_overlap_is_compared_within_a_command():
+    shared = {"commit": "a", "settings": {}, "device": "one", "model": "m"}
+    shared |= {"tokens_per_second": 1, "trainer_idle_share": 0.0, "engine_idle_share": 0.0}
+    rows = [
+        shared | {"arm": arm, "seconds_per_rollout": seconds} | other
+        for arm, seconds, other in (("v=1", 4.0, {}), ("v=1", 1.0, {"device": "two"}), ("v=10", 2.0, {}))
+    ]
+    assert streaming.table(rows).splitlines()[-1].startswith("| v=10 | 2.00 | 0.50 |")
 
 
 def test_a_measurement_has_one_row():
