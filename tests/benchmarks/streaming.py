@@ -123,7 +123,6 @@ def measure(
         "wait": mean("wait"),
         "sync": mean("sync"),
         "trainer_idle_share": mean("trainer_idle_share"),
-        "engine_idle_share": round(1 - sum(rollout["generate"] for rollout in rollouts) / total, 4),
     }
 
 
@@ -163,7 +162,11 @@ def command_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table; ratios are to the baseline of the same command."""
+    """Return the rows as a Markdown table; ratios are to the baseline of the same command.
+
+    Engines are idle in the time in which they do not generate. The ``engine_idle_share`` of older rows, a mean of the
+    shares of single rollouts, is not used.
+    """
     lines = [
         "| arm | s per rollout | ratio to v=1 | tokens/s | trainer idle | engines idle |",
         "|---|---|---|---|---|---|",
@@ -177,7 +180,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{ratio:.2f}" if ratio else "",
             f"{row['tokens_per_second']:,}",
             f"{row['trainer_idle_share']:.2f}",
-            f"{row['engine_idle_share']:.2f}",
+            f"{1 - row['generate'] / row['seconds_per_rollout']:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
