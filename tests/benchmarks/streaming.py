@@ -50,7 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 class Clock(RolloutCallback):
-    """Records when each rollout has been trained on, its tokens, and which share of the time each side was idle."""
+    """Records when each rollout has been trained on, its tokens and its times."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -122,7 +122,6 @@ def measure(
         "generate": mean("generate"),
         "wait": mean("wait"),
         "sync": mean("sync"),
-        "trainer_idle_share": mean("trainer_idle_share"),
     }
 
 
@@ -164,8 +163,8 @@ def command_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table; ratios are to the baseline of the same command.
 
-    Engines are idle in the time in which they do not generate. The ``engine_idle_share`` of older rows, a mean of the
-    shares of single rollouts, is not used.
+    The trainer is idle while it waits, engines while they do not generate, as shares of the whole time. The idle shares
+    in older rows, means of the shares of single rollouts, are not used.
     """
     lines = [
         "| arm | s per rollout | ratio to v=1 | tokens/s | trainer idle | engines idle |",
@@ -179,7 +178,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['seconds_per_rollout']:.2f}",
             f"{ratio:.2f}" if ratio else "",
             f"{row['tokens_per_second']:,}",
-            f"{row['trainer_idle_share']:.2f}",
+            f"{row['wait'] / row['seconds_per_rollout']:.2f}",
             f"{1 - row['generate'] / row['seconds_per_rollout']:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -424,12 +424,12 @@ def test_a_shown_command_replaces_earlier_ones():
 
 def test_overlap_is_compared_within_a_command():
     shared = {"commit": "a", "settings": {}, "device": "one", "model": "m"}
-    shared |= {"tokens_per_second": 1, "trainer_idle_share": 0.0, "generate": 0.5}
+    shared |= {"tokens_per_second": 1, "wait": 0.2, "generate": 0.5}
     rows = [
         shared | {"arm": arm, "seconds_per_rollout": seconds} | other
         for arm, seconds, other in (("v=1", 4.0, {}), ("v=1", 1.0, {"device": "two"}), ("v=10", 2.0, {}))
     ]
-    assert streaming.table(rows).splitlines()[-1] == "| v=10 | 2.00 | 0.50 | 1 | 0.00 | 0.75 |"
+    assert streaming.table(rows).splitlines()[-1] == "| v=10 | 2.00 | 0.50 | 1 | 0.10 | 0.75 |"
 
 
 def test_a_measurement_has_one_row():
