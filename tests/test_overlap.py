@@ -366,5 +366,29 @@ def test_urgent_request_beside_another_one():
         assert weights.keys() == dict(run.module.policy_weights()).keys()
         assert [[c.token_ids for c in group] for group in generate()] == [[c.token_ids for c in g] for g in groups]
         assert engine.faults.num_failures == 0
+        assert engine.held_weights().keys() == weights.keys()
+    finally:
+        engine.close()
+
+
+def test_urgent_request_after_an_interrupted_generation():
+    """The interrupt was for the generation: a worker that is idle again must not end."""
+    engine = EnginePool(SlowSteps(max_sequences=8), num_processes=1)
+    try:
+        run = fit(v=2, rollouts=2, data={"engine": engine})
+        engine.load_weights(run.module.policy_weights(), 9)
+        prompts = [run.data.train_prompts.at(index) for index in range(4)]
+
+        def stop(index, group):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts, 2, run.data.sampling, 0, run.data.tokenizer, stop)
+        worker = engine._workers.running[0]
+        engine._workers.call_all("wake", send_timeout=20, answer_timeout=20)  # reads the answer of the interrupted one
+        for _ in range(2):
+            assert engine.held_weights().keys() == dict(run.module.policy_weights()).keys()
+        assert worker.is_alive
+        assert engine._workers.running == [worker]
     finally:
         engine.close()

@@ -77,7 +77,7 @@ class FailureBudget:
             if not is_consequence:
                 self.faults.num_failures += 1
                 self._count += 1
-            count = self._count
+            count = min(self._count, self.max_failures + 1)  # other threads may fail after the one that is reported
         if count <= self.max_failures:
             warnings.warn(f"recovering from failure {count} of at most {self.max_failures}: {failure}", stacklevel=3)
             return

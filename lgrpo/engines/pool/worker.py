@@ -155,7 +155,7 @@ class WorkerRequests:
             self._is_sending = True
             self.serve(self._urgent)
             self._is_sending = False
-            if self._is_interrupted:
+            if self._is_interrupted and self._is_generating:
                 raise KeyboardInterrupt
 
     def _interrupt(self, *_: Any) -> None:
