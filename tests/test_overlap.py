@@ -225,6 +225,7 @@ class TestPool:
         finally:
             engine.close()
 
+    @pytest.mark.slow("starts a pool")
     def test_a_worker_killed_while_the_trainer_updates(self):
         class Kill(RolloutCallback):
             def on_train_batch_start(self, trainer, *_):
@@ -240,6 +241,7 @@ class TestPool:
         finally:
             engine.close()
 
+    @pytest.mark.slow("starts a pool")
     def test_a_failed_run_leaves_no_process(self):
         class Fail(RolloutCallback):
             def on_train_batch_start(self, trainer, *_):
@@ -346,6 +348,7 @@ def test_a_checkpoint_after_a_failure_in_the_background(tmp_path):
     assert largest_difference(resumed.weights, fit(v=4, rollouts=8).weights) == 0
 
 
+@pytest.mark.slow("starts a pool")
 def test_urgent_request_beside_another_one():
     """A worker that finds both must not wait for the urgent one after a generation has served it."""
     engine = EnginePool(SlowSteps(max_sequences=8), num_processes=1, timeouts=Timeouts(generate=20))
@@ -371,6 +374,7 @@ def test_urgent_request_beside_another_one():
         engine.close()
 
 
+@pytest.mark.slow("starts a pool")
 def test_urgent_request_after_an_interrupted_generation():
     """The interrupt was for the generation: a worker that is idle again must not end."""
     engine = EnginePool(SlowSteps(max_sequences=8), num_processes=1)
