@@ -188,8 +188,26 @@ class SlowSteps(TransformersEngine):
         super()._between_steps()
 
 
-def slow_pool():
-    return EnginePool(SlowSteps(max_sequences=8))
+@pytest.fixture
+def pool():
+    engine = EnginePool(SlowSteps(max_sequences=8))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def loaded():
+    """A pool of one process that holds weights, four prompts, and a function that samples completions of them."""
+    engine = EnginePool(SlowSteps(max_sequences=8), num_processes=1, timeouts=Timeouts(generate=20))
+    run = fit(v=2, rollouts=2, data={"engine": engine})
+    engine.load_weights(run.module.policy_weights(), 9)
+    prompts = [run.data.train_prompts.at(index) for index in range(4)]
+
+    def generate(on_group=None):
+        return engine.generate(prompts, 2, run.data.sampling, 0, run.data.tokenizer, on_group)
+
+    yield engine, generate
+    engine.close()
 
 
 class SaveDuring(RolloutCallback):
@@ -206,57 +224,49 @@ class SaveDuring(RolloutCallback):
 
 
 class TestPool:
-    def test_same_as_without_overlap_and_resumed(self, tmp_path):
+    def test_same_as_without_overlap_and_resumed(self, pool, tmp_path):
         """A checkpoint written during a generation contains the weights, with which a resumed run goes on."""
-        engine = slow_pool()
-        try:
-            plain = fit(**CYCLE, data={"engine": engine, "generate_ahead": True})
-            saved = SaveDuring(tmp_path / "during.ckpt")
-            overlapped = fit(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[saved, ExactResume()])
-            assert_same(plain, overlapped)
-            assert saved.was_sampling == [True]
-            state = torch.load(saved.path, weights_only=True)["RolloutDataModule"]
-            assert state["engine"]["weights"] is not None
-            assert len(state["ranks"][0]["schedule"]["queue"]) < 3
-            resumed = build(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[ExactResume()])
-            resumed.trainer.fit(resumed.module, datamodule=resumed.data, ckpt_path=str(saved.path))
-            assert largest_difference(resumed.weights, plain.weights) == 0
-            assert resumed.recorder.lags == [1, 2, 3]
-        finally:
-            engine.close()
+        plain = fit(**CYCLE, data={"engine": pool, "generate_ahead": True})
+        saved = SaveDuring(tmp_path / "during.ckpt")
+        overlapped = fit(**CYCLE, data=AHEAD | {"engine": pool}, callbacks=[saved, ExactResume()])
+        assert_same(plain, overlapped)
+        assert saved.was_sampling == [True]
+        state = torch.load(saved.path, weights_only=True)["RolloutDataModule"]
+        assert state["engine"]["weights"] is not None
+        assert len(state["ranks"][0]["schedule"]["queue"]) < 3
+        resumed = build(**CYCLE, data=AHEAD | {"engine": pool}, callbacks=[ExactResume()])
+        resumed.trainer.fit(resumed.module, datamodule=resumed.data, ckpt_path=str(saved.path))
+        assert largest_difference(resumed.weights, plain.weights) == 0
+        assert resumed.recorder.lags == [1, 2, 3]
 
     @pytest.mark.slow("starts a pool")
-    def test_a_worker_killed_while_the_trainer_updates(self):
+    def test_a_worker_killed_while_the_trainer_updates(self, pool):
         class Kill(RolloutCallback):
             def on_train_batch_start(self, trainer, *_):
                 if trainer.global_step == 0:
-                    os.kill(engine._workers.running[0].process.pid, signal.SIGKILL)
+                    os.kill(pool._workers.running[0].process.pid, signal.SIGKILL)
 
-        engine = slow_pool()
-        try:
-            with pytest.warns(UserWarning, match="recovering"):
-                run = fit(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[Kill()])
-            assert engine.faults.num_failures == 1
-            assert_same(fit(**CYCLE, data={"generate_ahead": True}), run, tolerance=1e-5)
-        finally:
-            engine.close()
+        with pytest.warns(UserWarning, match="recovering"):
+            run = fit(**CYCLE, data=AHEAD | {"engine": pool}, callbacks=[Kill()])
+        assert pool.faults.num_failures == 1
+        assert_same(fit(**CYCLE, data={"generate_ahead": True}), run, tolerance=1e-5)
 
     @pytest.mark.slow("starts a pool")
-    def test_a_failed_run_leaves_no_process(self):
+    def test_a_failed_run_leaves_no_process(self, pool):
         class Fail(RolloutCallback):
             def on_train_batch_start(self, trainer, *_):
-                pids.extend(worker.process.pid for worker in engine._workers.running)
+                pids.extend(worker.process.pid for worker in pool._workers.running)
                 raise RuntimeError("in the first step")
 
-        engine, pids = slow_pool(), []
-        run = build(**CYCLE, data=AHEAD | {"engine": engine}, callbacks=[Fail()])
+        pids = []
+        run = build(**CYCLE, data=AHEAD | {"engine": pool}, callbacks=[Fail()])
         with pytest.raises(RuntimeError, match="in the first step"):
             run.trainer.fit(run.module, datamodule=run.data)
         ((_, future),) = run.data.schedule._queue._pending
         with pytest.raises(EngineError, match="closed during a generation"):
             future.result(timeout=30)
         assert len(pids) == 2
-        assert engine._workers.running == []
+        assert pool._workers.running == []
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
@@ -349,50 +359,35 @@ def test_a_checkpoint_after_a_failure_in_the_background(tmp_path):
 
 
 @pytest.mark.slow("starts a pool")
-def test_urgent_request_beside_another_one():
+def test_urgent_request_beside_another_one(loaded):
     """A worker that finds both must not wait for the urgent one after a generation has served it."""
-    engine = EnginePool(SlowSteps(max_sequences=8), num_processes=1, timeouts=Timeouts(generate=20))
-    try:
-        run = fit(v=2, rollouts=2, data={"engine": engine})
-        engine.load_weights(run.module.policy_weights(), 9)
-        worker, prompts = engine._workers.running[0], [run.data.train_prompts.at(index) for index in range(4)]
-
-        def generate():
-            return engine.generate(prompts, 2, run.data.sampling, 0, run.data.tokenizer)
-
-        os.kill(worker.process.pid, signal.SIGSTOP)
-        with ThreadPoolExecutor(2) as threads:
-            both = [threads.submit(generate), threads.submit(engine.held_weights)]
-            time.sleep(0.5)
-            os.kill(worker.process.pid, signal.SIGCONT)
-            groups, weights = (future.result() for future in both)
-        assert weights.keys() == dict(run.module.policy_weights()).keys()
-        assert [[c.token_ids for c in group] for group in generate()] == [[c.token_ids for c in g] for g in groups]
-        assert engine.faults.num_failures == 0
-        assert engine.held_weights().keys() == weights.keys()
-    finally:
-        engine.close()
+    engine, generate = loaded
+    names, worker = engine.held_weights().keys(), engine._workers.running[0]
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(generate), threads.submit(engine.held_weights)]
+        time.sleep(0.5)
+        os.kill(worker.process.pid, signal.SIGCONT)
+        groups, weights = (future.result() for future in both)
+    assert weights.keys() == names
+    assert [[c.token_ids for c in group] for group in generate()] == [[c.token_ids for c in g] for g in groups]
+    assert engine.faults.num_failures == 0
+    assert engine.held_weights().keys() == names
 
 
 @pytest.mark.slow("starts a pool")
-def test_urgent_request_after_an_interrupted_generation():
+def test_urgent_request_after_an_interrupted_generation(loaded):
     """The interrupt was for the generation: a worker that is idle again must not end."""
-    engine = EnginePool(SlowSteps(max_sequences=8), num_processes=1)
-    try:
-        run = fit(v=2, rollouts=2, data={"engine": engine})
-        engine.load_weights(run.module.policy_weights(), 9)
-        prompts = [run.data.train_prompts.at(index) for index in range(4)]
+    engine, generate = loaded
+    names, worker = engine.held_weights().keys(), engine._workers.running[0]
 
-        def stop(index, group):
-            raise KeyboardInterrupt
+    def stop(index, group):
+        raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(prompts, 2, run.data.sampling, 0, run.data.tokenizer, stop)
-        worker = engine._workers.running[0]
-        engine._workers.call_all("wake", send_timeout=20, answer_timeout=20)  # reads the answer of the interrupted one
-        for _ in range(2):
-            assert engine.held_weights().keys() == dict(run.module.policy_weights()).keys()
-        assert worker.is_alive
-        assert engine._workers.running == [worker]
-    finally:
-        engine.close()
+    with pytest.raises(KeyboardInterrupt):
+        generate(stop)
+    engine._workers.call_all("wake", send_timeout=20, answer_timeout=20)  # reads the answer of the interrupted one
+    for _ in range(2):
+        assert engine.held_weights().keys() == names
+    assert worker.is_alive
+    assert engine._workers.running == [worker]

@@ -33,7 +33,7 @@ class RolloutSchedule:
     """Starts rollouts in order, each once: first its ``on_rollout_start`` hooks, which may sync, then its sampling.
 
     ``reset`` begins a fit. For each rollout k, ``get`` returns it, starting all rollouts up to k + lead before, and
-    ``release`` drops it from the queue when training on it begins. ``close`` ends a fit that failed.
+    ``release`` drops it from the queue when training on it begins. ``close`` ends a fit that failed or stopped early.
     """
 
     def __init__(self, engine: RolloutEngine, *, reuse: int, lead: int, generate_ahead: bool, overlap: bool) -> None:

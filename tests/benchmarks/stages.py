@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -20,6 +21,28 @@ import torch
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 STAGES = ("generate", "score", "sync", "update", "rest")
+
+
+def bare_trainer(cuda: bool, micro_batches: int, callbacks: list[Any], strategy: Any = "auto") -> Any:
+    """Return a Trainer for one epoch on one device that validates, logs, saves and prints nothing."""
+    import lightning as L  # not in TRL's process
+
+    return L.Trainer(
+        accelerator="gpu" if cuda else "cpu",
+        devices=1,
+        strategy=strategy,
+        precision="bf16-mixed" if cuda else "32-true",
+        max_epochs=1,
+        accumulate_grad_batches=micro_batches,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.mkdtemp(),
+        callbacks=callbacks,
+    )
 
 
 class Stages:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from lgrpo import (
 )
 from lgrpo.engines import EnginePool, RolloutEngine, VLLMEngine
 from lgrpo.tasks import GSM8K, Template
+from tests.benchmarks.stages import bare_trainer
 
 ROWS = Path(__file__).parent / "results" / "streaming.jsonl"
 BASELINE = "v=1"
@@ -91,22 +91,7 @@ def measure(
         sampling=Sampling(max_tokens=options.max_tokens),
         **settings,
     )
-    cuda = torch.cuda.is_available()
-    trainer = L.Trainer(
-        accelerator="gpu" if cuda else "cpu",
-        devices=1,
-        precision="bf16-mixed" if cuda else "32-true",
-        max_epochs=1,
-        accumulate_grad_batches=options.micro_batches,
-        gradient_clip_val=1.0,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tempfile.mkdtemp(),
-        callbacks=[WeightSync(v), clock],
-    )
+    trainer = bare_trainer(torch.cuda.is_available(), options.micro_batches, [WeightSync(v), clock])
     trainer.fit(module, datamodule=data)
     ends, rollouts = clock.ends, clock.rollouts[skipped:]
     total = ends[-1] - ends[skipped - 1]

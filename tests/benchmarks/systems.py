@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 from lgrpo.callbacks import EngineSync
 from lgrpo.engines import EnginePool, RolloutEngine, TransformersEngine, VLLMEngine
 from lgrpo.tasks import Template
-from tests.benchmarks.stages import Stages
+from tests.benchmarks.stages import Stages, bare_trainer
 from tests.benchmarks.workload import (
     PrescribedEmbedded,
     PrescribedVLLM,
@@ -110,21 +110,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
     stages.wrap(GroupScores, "result", "score")
     stages.wrap(GRPOModule, "training_step", "overhead")
     stages.wrap(CausalPolicy, "forward", "arithmetic")
-    trainer = L.Trainer(
-        accelerator="gpu" if cuda else "cpu",
-        devices=1,
-        precision="bf16-mixed" if cuda else "32-true",
-        max_epochs=1,
-        accumulate_grad_batches=options.micro_batches,
-        gradient_clip_val=1.0,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tempfile.mkdtemp(),
-        callbacks=[Cycles(work.periods), Watch()],
-    )
+    trainer = bare_trainer(cuda, options.micro_batches, [Cycles(work.periods), Watch()])
 
     def results() -> list[dict[str, Any]]:
         found, syncs = work.results(stages, policy.model), [record.seconds for record in engine.state.ledger]

@@ -27,7 +27,7 @@ from lgrpo import CausalPolicy, ClippedLoss, GRPOModule, LoRA, RolloutDataModule
 from lgrpo.engines import VLLMEngine
 from lgrpo.tasks import DatasetTask
 from tests.benchmarks.parity_reward import Parity
-from tests.benchmarks.stages import peak_memory, reset_peak_memory
+from tests.benchmarks.stages import bare_trainer, peak_memory, reset_peak_memory
 from tests.benchmarks.systems import Cycles
 from tests.benchmarks.workload import SHAPES, prescribe_vllm
 from tests.helpers import Logged
@@ -88,22 +88,8 @@ def run(module: GRPOModule, engine: VLLMEngine, v: int, options: argparse.Namesp
         "fsdp": FSDPStrategy(),
         "fsdp2": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1),
     }
-    trainer = L.Trainer(
-        accelerator="auto",
-        devices=1,
-        strategy=strategies[options.strategy],
-        precision="bf16-mixed" if cuda else "32-true",
-        max_epochs=1,
-        accumulate_grad_batches=options.micro_batches,
-        gradient_clip_val=1.0,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir="/tmp/lgrpo-bench",
-        callbacks=[Cycles(warm_up * [1] + cycles * [v]), *([ResetPeakMemory()] if warm_up else []), seen, *profilers],
-    )
+    callbacks = [Cycles(warm_up * [1] + cycles * [v]), *([ResetPeakMemory()] if warm_up else []), seen, *profilers]
+    trainer = bare_trainer(cuda, options.micro_batches, callbacks, strategy=strategies[options.strategy])
     synced = len(engine.state.ledger)
     reset_peak_memory()
     trainer.fit(module, datamodule=data)
