@@ -493,6 +493,8 @@ def test_an_overlay_without_a_base(capsys):
         ("--weight_sync.period=0", "weight_sync.period is 0; it must be at least 1: it is a number of rollouts"),
         ("--trainer.callbacks.every=0", "RolloutLog.every is 0; it must be at least 1"),
         ("--model.policy.lora.rank=0", "lora.rank is 0; it must be at least 1"),
+        ("--model.loss.clip_low=-1", "clip_low is -1.0; it must be at least 0 and at most 1: no ratio is negative"),
+        ("--model.loss.init_args.clip_high=-1", "clip_high is -1.0; it must be at least 0"),
     ],
 )
 def test_an_error_of_a_class_is_its_sentence(option, message, tmp_path):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import final
+import math
+from typing import final, get_args
 
-from lgrpo.checks import check_range
+from lgrpo.checks import check_range, check_schedule
 from lgrpo.functional import ClipCentre, KLEstimator, RatioDenominator
 from lgrpo.losses.aggregation import Aggregation, TokenMean
 from lgrpo.losses.clips import MinClip, Schedule
 from lgrpo.losses.composed import ComposedLoss
+from lgrpo.losses.gates import check_high, check_low
 from lgrpo.losses.ratios import TokenRatio
-from lgrpo.losses.regularisers import ReferenceKL
+from lgrpo.losses.regularisers import ESTIMATORS, ReferenceKL
+from lgrpo.losses.terms import check_choice
 
 
 @final
@@ -39,7 +42,13 @@ class ClippedLoss(ComposedLoss):
             kl: Estimator of the KL term.
             aggregation: Aggregation of tokens to a scalar.
         """
+        # the parts check the same values, but by their own names of them
+        check_schedule("clip_low", clip_low, check_low)
+        check_schedule("clip_high", clip_high, check_high)
+        check_choice("ratio", ratio, get_args(RatioDenominator))
         check_range("kl_coef", kl_coef, at_least=0, reason="a negative weight would push away from the reference")
+        check_range("kl_coef", kl_coef, below=math.inf)
+        check_choice("kl", kl, ESTIMATORS)
         super().__init__(
             ratio=TokenRatio(ratio),
             gate=MinClip(clip_low, clip_high, centre),

@@ -141,7 +141,8 @@ class Ring(_BandGate):
             outer_high: Distance above 1 beyond which a token with negative advantage trains again.
         """
         super().__init__(low, high)
-        check_band(outer_low, outer_high)
+        check_low("outer_low", outer_low)
+        check_high("outer_high", outer_high)
         check_range("outer_low", outer_low, at_least=low, reason="the inner band")
         check_range("outer_high", outer_high, at_least=high, reason="the inner band")
         self.outer_low, self.outer_high = outer_low, outer_high

@@ -12,6 +12,9 @@ from lgrpo.checks import check_range
 from lgrpo.functional import MAX_LOG_RATIO, kl_divergence
 from lgrpo.losses.terms import Terms, check_choice
 
+ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
+"""Estimators of the divergence from the reference."""
+
 
 class Regulariser(ABC):
     """Penalty on each token."""
@@ -49,7 +52,7 @@ class ReferenceKL(Regulariser):
             estimator: Estimator of the divergence; ``k3_corrected`` is k3 times π_θ/π_α, unbiased for samples of π_α.
         """
         super().__init__(coef)
-        check_choice("estimator", estimator, ("k1", "k2", "k3", "k3_corrected"))
+        check_choice("estimator", estimator, ESTIMATORS)
         self.estimator = estimator
         self.needs_behaviour = estimator == "k3_corrected"
 

@@ -626,6 +626,8 @@ def test_losses_of_micro_batches_add_up(method):
         (lambda: OneSide(low=1.5), "low is 1.5; it must be at least 0 and at most 1"),
         (lambda: TwoSide(high=-0.1), "high is -0.1"),
         (lambda: Ring(outer_low=0.1), "outer_low is 0.1; it must be at least 0.2"),
+        (lambda: Ring(outer_low=1.5), "^outer_low is 1.5; it must be at least 0 and at most 1"),
+        (lambda: Ring(outer_high=-1), "^outer_high is -1"),
         (lambda: DualClip(cap=1.1), "cap is 1.1; it must be above 1.2"),
         (lambda: GeometricClip(low=-1), "low is -1"),
         (lambda: SecondMoment(0), "limit is 0"),
