@@ -10,12 +10,11 @@ import importlib
 import logging
 import os
 import sys
-import traceback
 import warnings
-from pathlib import Path
 
 from lgrpo.commands import COMMANDS, INTERRUPTED
 from lgrpo.commands.configs import with_config_paths
+from lgrpo.commands.user_errors import is_user_error
 
 EXPECTED_WARNINGS = (
     r"LightningCLI's args parameter",
@@ -89,18 +88,6 @@ lgrpo COMMAND --help lists the options of a command.
 
 example:
   lgrpo fit --config configs/demo.yaml --run runs/demo"""
-
-
-def is_user_error(error: Exception) -> bool:
-    """Return whether the message of an error is enough for the user, so that the traceback can be left out.
-
-    This holds if a ``raise`` statement of lgrpo raised the error. An error with a cause must also be a ``ValueError``
-    or ``OSError``, which lgrpo raises for mistakes in settings, data and files; others need their traceback.
-    """
-    if error.__cause__ is not None and not isinstance(error, ValueError | OSError):
-        return False
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(frame.filename).is_relative_to(Path(__file__).parent) and (frame.line or "").startswith("raise")
 
 
 def quiet_lightning() -> None:

@@ -34,6 +34,7 @@ from lgrpo.callbacks import (
 )
 from lgrpo.commands import COMMANDS, INTERRUPTED, RESUMABLE
 from lgrpo.commands.class_change import reset_replaced_tasks
+from lgrpo.commands.engine_keeper import EngineKeeper
 from lgrpo.commands.evaluate import (
     add_config_of_run,
     evaluate_checkpoints,
@@ -75,11 +76,14 @@ EXAMPLES = {
 }
 
 
-def main(args: list[str]) -> None:
-    """Run ``lgrpo fit``, ``validate`` or ``test``; ``args`` include the command."""
+def main(args: list[str], keeper: EngineKeeper | None = None) -> None:
+    """Run ``lgrpo fit``, ``validate`` or ``test``; ``args`` include the command.
+
+    With a ``keeper``, the engine of a fit is not closed at its end, and serves the next fit.
+    """
     refuse_log_option(args)
     try:
-        LGRPOCLI(add_config_of_run(args))
+        LGRPOCLI(add_config_of_run(args), keeper=keeper)
     finally:
         os.environ.pop("LGRPO_RUN", None)
 
@@ -92,7 +96,8 @@ class LGRPOCLI(LightningCLI):
     ``run=False`` the arguments name no command and the objects are built only: ``model``, ``datamodule``, ``trainer``.
     """
 
-    def __init__(self, args: list[str] | None, run: bool = True) -> None:
+    def __init__(self, args: list[str] | None, run: bool = True, keeper: EngineKeeper | None = None) -> None:
+        self._keeper = keeper
         self._command = args[0] if run and args else None
         self._shows_all = HELP_ALL in (args or [])
         args = None if args is None else ["--help" if arg == HELP_ALL else arg for arg in args]
@@ -183,6 +188,8 @@ class LGRPOCLI(LightningCLI):
         except BaseException as error:
             self.folder.leave()
             raise cause_in_class(error) from error.__cause__
+        if self._keeper is not None:
+            self._keeper.lend(self.datamodule.engine, self._settings(self.config))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         settings = self._settings(self.config_init)
@@ -225,7 +232,10 @@ class LGRPOCLI(LightningCLI):
         started = time.perf_counter()
         try:
             self.trainer.fit(**kwargs)
-            self.datamodule.engine.close()
+            if self._keeper is None:
+                self.datamodule.engine.close()
+            else:
+                self._keeper.keep(self.datamodule.engine)
             if self.trainer.is_global_zero:
                 print_results(self.folder.path, time.perf_counter() - started)
         except BaseException as error:

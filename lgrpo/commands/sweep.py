@@ -13,6 +13,11 @@ from lgrpo.commands.configs import find_config
 
 def main(args: list[str]) -> None:
     """Run every run of a grid file that is not finished, and write the results of all."""
+    if args[:1] == ["--worker"]:  # a process of --share-engines, see lgrpo.sweep.workers
+        from lgrpo.commands.shared_runs import serve
+
+        serve(int(args[1]))
+        return
     parser = command_parser(
         "sweep",
         "Each run is one lgrpo fit. The results are means and paired differences with confidence intervals. The same "
@@ -26,6 +31,12 @@ def main(args: list[str]) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="Folder of the sweep. Default: runs/sweeps/NAME.")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="Number of runs at the same time. Default: 1.")
+    parser.add_argument(
+        "--share-engines",
+        action="store_true",
+        help="Do the runs one after the other in one process per job, which keeps the engine and compiled code between "
+        "runs. The engine is started again only if its settings differ, or after a run that failed.",
+    )
     parser.add_argument("--dry-run", action="store_true", help="Print the runs and their states; run nothing.")
     options = parser.parse_args(args)
     check_range("--jobs", options.jobs, at_least=1)
@@ -43,7 +54,7 @@ def main(args: list[str]) -> None:
             for run, state in zip(runs, states, strict=True):
                 print(f"{state:<9} lgrpo fit {shlex.join(run.arguments)}")
             return
-        failed = run_all(runs, options.jobs, lambda line: print(line, flush=True))
+        failed = run_all(runs, options.jobs, lambda line: print(line, flush=True), options.share_engines)
         results = Results.read(grid, runs)
     except SweepError as error:
         raise SystemExit(f"lgrpo: {error}") from error

@@ -82,6 +82,8 @@ class RolloutEngine(ABC):
     first ``load_weights`` and after ``finish_cycle`` or ``close`` it has no weights to sample from, and ``generate``
     raises.
 
+    An engine may ``adopt`` the processes of another before its first ``load_weights``.
+
     Each completion draws from a random stream keyed by (seed, position of its prompt in the run, index among its
     siblings), so neither batch, rollout nor rank changes what is sampled.
     """
@@ -139,6 +141,15 @@ class RolloutEngine(ABC):
             group_size: Completions of each prompt.
             sampling: How completions are drawn.
         """
+
+    def adopt(self, other: RolloutEngine) -> bool:
+        """Take the processes and memory of an idle engine, so that nothing has to be started; return whether it can.
+
+        Called before the first ``load_weights`` with an engine of equal settings, which served a policy of the same
+        architecture. Weights, ledger and faults are not taken. Afterwards ``other`` has nothing left to close. If the
+        result is False, nothing has changed.
+        """
+        return False
 
     def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int | None = None) -> SyncRecord:
         """Replace the weights, and verify that the engine's own checksums equal the policy's.

@@ -54,6 +54,13 @@ class TransformersEngine(RolloutEngine):
         self.trust_remote_code = trust_remote_code
         self._model: PreTrainedModel | None = None
 
+    def adopt(self, other: RolloutEngine) -> bool:
+        if not isinstance(other, TransformersEngine) or other._model is None:
+            return False
+        self._model = other._model
+        other.close()
+        return True
+
     @torch.no_grad()
     def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
         manifest, own = WeightManifest(dtype=self.dtype), dict[str, Tensor]()

@@ -73,6 +73,9 @@ class ReplayEngine(RolloutEngine):
     def check_installed(self) -> None:
         self.engine.check_installed()
 
+    def adopt(self, other: RolloutEngine) -> bool:
+        return isinstance(other, ReplayEngine) and self.engine.adopt(other.engine)
+
     # The recording
 
     def prepare(

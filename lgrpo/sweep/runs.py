@@ -1,4 +1,4 @@
-"""The runs of a sweep, one process each: finished runs are skipped, interrupted ones resumed."""
+"""The runs of a sweep: finished ones are skipped, interrupted ones resumed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +16,7 @@ from typing import Any, Literal
 
 from lgrpo.run.atomic import replaced
 from lgrpo.sweep.grid import Arm, Grid, SweepError
+from lgrpo.sweep.workers import Runner, SeparateProcesses, SharedWorkers
 
 State = Literal["finished", "resumed", "new"]
 
@@ -89,48 +86,20 @@ def list_runs(grid: Grid, out: Path) -> list[SweepRun]:
     ]
 
 
-class _Processes:
-    """The running processes. On Ctrl-C, ``stop`` interrupts each, which then writes a checkpoint and exits."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self.stopped = False
-
-    def run(self, command: list[str], log: Path, environment: dict[str, str]) -> int | None:
-        """Run a command and return its exit status; None if the sweep was stopped."""
-        with log.open("ab") as file:
-            with self._lock:
-                if self.stopped:
-                    return None
-                process = subprocess.Popen(
-                    command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-                )
-                self._running.add(process)
-            status = process.wait()
-            with self._lock:
-                self._running.discard(process)
-                return None if self.stopped else status
-
-    def stop(self) -> None:
-        """Interrupt every running process, and start no further ones."""
-        with self._lock:
-            self.stopped = True
-            for process in self._running:
-                process.send_signal(signal.SIGINT)
-
-
-def run_all(runs: list[SweepRun], jobs: int, report: Callable[[str], None]) -> list[SweepRun]:
+def run_all(
+    runs: list[SweepRun], jobs: int, report: Callable[[str], None], share_engines: bool = False
+) -> list[SweepRun]:
     """Run every run that is not finished, ``jobs`` at a time, and return the failed ones.
 
     ``report`` receives one line per run that ends. Ctrl-C is raised after every process has written its checkpoint.
+    With ``share_engines`` one process does many runs, and keeps its engine between them.
     """
     states = {id(run): run.state for run in runs}  # raises before any run starts
     environment = dict(os.environ)
     environment.pop("LGRPO_RUN", None)
     if jobs > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    processes = _Processes()
+    runner: Runner = SharedWorkers(jobs, environment) if share_engines else SeparateProcesses(environment)
     failed: list[SweepRun] = []
 
     def run_one(number: int, run: SweepRun) -> None:
@@ -143,8 +112,7 @@ def run_all(runs: list[SweepRun], jobs: int, report: Callable[[str], None]) -> l
         run.write_state(finished=False)
         resume = ["--ckpt_path=last"] if state == "resumed" else []
         start = time.perf_counter()
-        command = [sys.executable, "-m", "lgrpo.cli", "fit", *run.arguments, *resume]
-        status = processes.run(command, run.log, environment)
+        status = runner.run([*run.arguments, *resume], run.log)
         seconds = time.perf_counter() - start
         if status is None:
             report(f"{label}: stopped")
@@ -161,8 +129,9 @@ def run_all(runs: list[SweepRun], jobs: int, report: Callable[[str], None]) -> l
             for future in futures:
                 future.result()
         except BaseException:
-            processes.stop()
+            runner.stop()
             raise
+    runner.close()
     return sorted(failed, key=runs.index)
 
 

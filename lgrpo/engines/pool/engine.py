@@ -89,6 +89,15 @@ class EnginePool(RolloutEngine):
     def check_installed(self) -> None:
         self.engine.check_installed()
 
+    def adopt(self, other: RolloutEngine) -> bool:
+        if not isinstance(other, EnginePool) or not other._workers.is_complete:
+            return False
+        self._workers, other._workers = other._workers, self._workers
+        self._sent_dtype = other._sent_dtype
+        other.close()
+        atexit.register(self.close)
+        return True
+
     def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
         self.budget.reset()
         self._is_closed = False

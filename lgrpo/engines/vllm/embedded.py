@@ -91,6 +91,11 @@ class EmbeddedLLM:
             self.llm.sleep(level=1 if keep_weights else 2)
         self._asleep = {"weights", "kv_cache"}
 
+    def unfreeze(self) -> None:
+        """Let garbage of the previous run be collected, which the first ``sleep`` had frozen."""
+        gc.unfreeze()
+        self._is_frozen = False
+
     def close(self) -> None:
         """Shut vLLM down, and release its memory."""
         with contextlib.suppress(Exception):  # if there is no memory left to take back

@@ -118,6 +118,17 @@ class VLLMEngine(RolloutEngine):
     def check_installed(self) -> None:
         check_vllm_installed()
 
+    def adopt(self, other: RolloutEngine) -> bool:
+        if not isinstance(other, VLLMEngine) or other._loader is None:
+            return False
+        if other._adapter is not None:  # it has the base weights of another run's policy, which are never sent again
+            return False
+        self._loader, other._loader = other._loader, None
+        self._llm_dtype, self._on_cpu, self._is_seeded = other._llm_dtype, other._on_cpu, other._is_seeded
+        self._loader.llm.unfreeze()
+        other.close()
+        return True
+
     def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
         if self._loader is None:
             self._loader = self._start(weights)
