@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import lightning as L
 from jsonargparse import Namespace
 
 from lgrpo.engines import RolloutEngine
@@ -24,8 +25,13 @@ class EngineKeeper:
         self._settings = ""
         """Settings of the kept engine, or of the current run's."""
 
-    def lend(self, engine: RolloutEngine, settings: Namespace) -> None:
+    def lend(self, engine: RolloutEngine, settings: Namespace, trainer: L.Trainer) -> None:
         """Let an engine adopt the kept one; close the kept one if it cannot."""
+        if trainer.num_devices * trainer.num_nodes > 1:
+            raise ValueError(
+                f"the run has {trainer.num_devices * trainer.num_nodes} devices, and its further ranks would not have "
+                "the kept engine: run it without --share-engines, or set trainer.devices to 1"
+            )
         kept, before = self._kept, self._settings
         self._kept, self._settings = None, engine_settings(settings)
         if kept is None:

@@ -185,11 +185,11 @@ class LGRPOCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
+            if self._keeper is not None:
+                self._keeper.lend(self.datamodule.engine, self._settings(self.config), self.trainer)
         except BaseException as error:
             self.folder.leave()
             raise cause_in_class(error) from error.__cause__
-        if self._keeper is not None:
-            self._keeper.lend(self.datamodule.engine, self._settings(self.config))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         settings = self._settings(self.config_init)

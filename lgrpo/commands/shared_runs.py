@@ -9,6 +9,7 @@ architecture and not on the weights.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import os
 import signal
@@ -58,7 +59,8 @@ def run_fit(arguments: list[str], keeper: EngineKeeper) -> int:
     command = with_config_paths(["fit", *arguments])
     with restored():
         sys.argv = [sys.argv[0], *command]
-        status = exit_status(lambda: fit.main(command, keeper))
+        # in a copy, because jsonargparse leaves objects of the run in the current context
+        status = contextvars.copy_context().run(exit_status, lambda: fit.main(command, keeper))
         finish_loggers()
     release()
     sys.stdout.flush()

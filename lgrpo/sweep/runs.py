@@ -123,15 +123,17 @@ def run_all(
             failed.append(run)
             report(f"{label}: FAILED with status {status}, see {run.log}; its last line: {last_line(run.log)}")
 
-    with ThreadPoolExecutor(jobs, thread_name_prefix="sweep") as threads:
-        futures = [threads.submit(run_one, number, run) for number, run in enumerate(runs, 1)]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            runner.stop()
-            raise
-    runner.close()
+    try:
+        with ThreadPoolExecutor(jobs, thread_name_prefix="sweep") as threads:
+            futures = [threads.submit(run_one, number, run) for number, run in enumerate(runs, 1)]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                runner.stop()
+                raise
+    finally:
+        runner.close()
     return sorted(failed, key=runs.index)
 
 

@@ -119,12 +119,9 @@ class SharedWorkers(Runner):
 
     def _start_worker(self, log: Path) -> _Worker | None:
         connection, remote = Pipe()
-        try:
-            process = self._start(
-                ["sweep", "--worker", str(remote.fileno())], log, self._environment, (remote.fileno(),)
-            )
-        finally:
-            remote.close()
+        command = ["sweep", "--worker", str(remote.fileno())]
+        process = self._start(command, log, self._environment, (remote.fileno(),))
+        remote.close()
         if process is None:
             connection.close()
             return None

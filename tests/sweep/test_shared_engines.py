@@ -194,7 +194,7 @@ def test_settings_that_an_engine_depends_on():
 
 @pytest.mark.slow("starts several runs")
 def test_ctrl_c_and_the_same_command_again(tmp_path):
-    """The second run of a worker is interrupted; resumed in a new worker, it ends as the first, which has its settings."""
+    """The second run of a worker is interrupted. Resumed in a new one, it ends as the first, which has its settings."""
     grid = {
         "configs": [CONFIG.removeprefix("--config=")],
         "settings": dict(setting.removeprefix("--").split("=") for setting in QUICK) | {"data.num_rollouts": 10},
@@ -207,7 +207,7 @@ def test_ctrl_c_and_the_same_command_again(tmp_path):
     command = [sys.executable, "-m", "lgrpo.cli", "sweep", "grid.yaml", "--out=out", "--share-engines"]
     slow = environment() | {"SLOW": "1"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=slow
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=slow, text=True
     )
     begun = out / "slow" / "seed-3" / "metrics" / "version_0" / "metrics.csv"
     deadline = time.monotonic() + 300
