@@ -150,7 +150,7 @@ def test_engines_are_started_once_for_equal_settings(finished):
 def test_each_run_has_its_own_log(finished):
     for name in ("second", "pool-second", "after", "alone"):
         log = (finished / f"{name}.log").read_text()
-        assert log.count("shown once per run") == 1
+        assert log.count("UserWarning: shown once per run") == 1
         assert log.count("The run is in") == 1
         assert f"The run is in {finished / name}/" in log
     assert "the disk is full" in (finished / "failed.log").read_text()
