@@ -1,27 +1,32 @@
-"""Train a real 1.5B model on GSM8K with several arms of v and clip, on one GPU.
+"""Train a real 1.5B model on GSM8K with several arms of v, clip, method and learning rate, on one GPU.
 
     python -m tests.benchmarks.real_model --model FOLDER --data GSM8K --folder runs/real_model    # resumable
+    python -m tests.benchmarks.real_model --model FOLDER --data GSM8K --groups lr --seconds 400
     python -m tests.benchmarks.real_model --report                                 # table and picture of all rows
 
 ``--model`` is a Hugging Face folder (Qwen2.5-Coder-1.5B-Instruct in the published rows), ``--data`` a folder with the
-train and test files of GSM8K. Each run is one ``lgrpo fit`` with ``CONFIGS``, ``SETTINGS`` and the options of its arm.
-It appends a row to ``tests/benchmarks/results/real_model.jsonl`` as soon as it ends, so an interrupted command
-continues with the runs that have no row. With ``--workers`` above 1 the runs share the GPU, and their seconds are not
-comparable.
+train and test files of GSM8K. Each run is one ``lgrpo fit`` with ``CONFIGS``, ``SETTINGS`` and the configs and settings
+of its arm. The runs are done one after the other in one process, which keeps the engine and compiled code
+(``lgrpo sweep --share-engines``). Each appends a row to ``tests/benchmarks/results/real_model.jsonl`` as soon as it
+ends, so an interrupted command continues with the runs that have no row. With ``--workers`` above 1 the runs share the
+GPU, and their seconds are not comparable.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import statistics
-import subprocess
-import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from lgrpo.sweep.workers import Runner, SharedWorkers
 
 ROOT = Path(__file__).parents[2]
 ROWS = Path(__file__).parent / "results" / "real_model.jsonl"
@@ -34,7 +39,6 @@ SETTINGS = {
     "data.evaluation.num_samples": 2,
     "data.evaluation.sampling.temperature": 1.0,
     "data.evaluation.sampling.max_tokens": 320,
-    "model.loss.init_args.kl_coef": 0.0,
     "model.optimizer.init_args.lr": 3e-6,
     "reference_refresh": "null",
     "validate_every": "lgrpo.ValidateEvery",
@@ -44,14 +48,76 @@ SETTINGS = {
     "trainer.enable_checkpointing": "false",
 }
 """Changes to the configs that all arms share."""
-WIDE = {"model.loss.init_args.clip_low": 0.6, "model.loss.init_args.clip_high": 2.0}
-NO_CLIP = {"model.loss.init_args.clip_low": 1.0, "model.loss.init_args.clip_high": 1e6}
-ARMS: dict[str, dict[str, Any]] = {
-    f"v={v}{name}": {"weight_sync.period": v} | clip
-    for name, clip in (("", {}), (", clip 0.6/2.0", WIDE), (", no clip", NO_CLIP))
-    for v in (1, 2, 5, 10, 30)
+
+
+class Arm(NamedTuple):
+    """What an arm adds to the configs and settings of all."""
+
+    settings: dict[str, Any]
+    configs: tuple[str, ...] = ()
+
+
+CLIPS = {
+    "": {},
+    ", clip 0.6/2.0": {"model.loss.init_args.clip_low": 0.6, "model.loss.init_args.clip_high": 2.0},
+    ", no clip": {"model.loss.init_args.clip_low": 1.0, "model.loss.init_args.clip_high": 1e6},
 }
-"""Options of each arm: the sync period and the half-widths of the clip (0.2 if not named)."""
+"""Half-widths of the clip by the ending of an arm's name; 0.2 if not named."""
+METHODS = {
+    "RED-Drop": "red_drop",
+    "RED-Weight": "red_weight",
+    "AsymRE": "asymre",
+    "OPMD": "opmd",
+    "REC one-side IS": "rec_oneside_is",
+    "REC one-side": "rec_oneside_nois",
+    "decoupled PPO": "decoupled_ppo",
+    "M2PO": "m2po",
+    "TIS": "tis_grpo",
+    "GSPO": "gspo",
+    "CISPO": "cispo",
+}
+"""Files of configs/algorithms by the name of the method."""
+LEARNING_RATES = ("1e-6", "3e-6", "1e-5")
+HELD_OUT = {
+    "data.task.init_args.num_held_out": 200,
+    "data.evaluation.num_problems": 200,
+    "data.evaluation.num_samples": 4,
+}
+"""Settings that evaluate on problems held out of the training split, to choose a learning rate."""
+
+
+def clip_arm(v: int, clip: str) -> Arm:
+    """Return GRPO with a sync period and a clip."""
+    return Arm({"weight_sync.period": v, "model.loss.init_args.kl_coef": 0.0} | CLIPS[clip])
+
+
+def with_rate(arm: Arm, rate: str, **settings: Any) -> Arm:
+    """Return an arm with another learning rate and further settings."""
+    return arm._replace(settings=arm.settings | {"model.optimizer.init_args.lr": rate} | settings)
+
+
+PERIODS = {f"v={v}{clip}": clip_arm(v, clip) for clip in CLIPS for v in (1, 2, 5, 10, 30)}
+AT_TEN = {
+    f"v=10, {name}": Arm({"weight_sync.period": 10}, (f"algorithms/{file}.yaml",)) for name, file in METHODS.items()
+}
+TUNED = {f"v={v}{clip}": clip_arm(v, clip) for clip in CLIPS for v in (1, 10)} | AT_TEN
+"""Arms whose learning rate is tuned."""
+GROUPS: dict[str, dict[str, Arm]] = {
+    "v": PERIODS,
+    "methods": AT_TEN,
+    "lr": {
+        f"{name}, lr {rate}": with_rate(arm, rate, **HELD_OUT) for name, arm in TUNED.items() for rate in LEARNING_RATES
+    },
+    "tuned": {
+        f"{name} at {rate}": with_rate(arm, rate)
+        for name, arm in (PERIODS | AT_TEN).items()
+        for rate in LEARNING_RATES
+        if float(rate) != SETTINGS["model.optimizer.init_args.lr"]
+    },
+}
+"""Arms by group: sync periods and clips; methods at v = 10; learning rates, evaluated on held-out problems; the arms of
+the first two groups with the learning rates that they do not have, evaluated on the test problems as these."""
+ARMS = {name: arm for arms in GROUPS.values() for name, arm in arms.items()}
 SIDES = ("low", "high")
 BASELINE, NUM_SEEDS = "v=1", 3
 LAST = 10
@@ -69,12 +135,12 @@ samples each, temperature 1). The clip is 0.2 unless named. All runs used one H2
 {table}
 
 *less v=1* is the difference to v = 1 with the same seed; its interval contains the error of evaluating 500 problems,
-and not the variation between seeds. {seeds}; arms with fewer are no verdict, and no learning rate was tuned for an arm
-yet. Rows: [real_model.jsonl](../../tests/benchmarks/results/real_model.jsonl)."""
+and not the variation between seeds. {seeds}; arms with fewer are no verdict, and {tuning}. Rows: {link}."""
+LINK = "[real_model.jsonl](../../tests/benchmarks/results/real_model.jsonl)"
 
 
-def command(options: argparse.Namespace, arm: str, seed: int, run: Path) -> list[str]:
-    """Return the command of one run."""
+def arguments(options: argparse.Namespace, arm: str, seed: int, run: Path) -> list[str]:
+    """Return the arguments of ``lgrpo fit`` for one run."""
     own = {
         "seed_everything": seed,
         "model.policy.name": options.model,
@@ -82,26 +148,31 @@ def command(options: argparse.Namespace, arm: str, seed: int, run: Path) -> list
         "data.num_rollouts": options.rollouts,
         "run": run,
     }
-    given = [f"--config={ROOT / 'configs' / name}" for name in CONFIGS]
-    given += [f"--{name}={value}" for name, value in (SETTINGS | ARMS[arm] | own).items()]
-    return [sys.executable, "-m", "lgrpo.cli", "fit", *given, *(f"--{setting}" for setting in options.set)]
+    given = [f"--config={ROOT / 'configs' / name}" for name in (*CONFIGS, *ARMS[arm].configs)]
+    given += [f"--{name}={value}" for name, value in (SETTINGS | ARMS[arm].settings | own).items()]
+    return [*given, *(f"--{setting}" for setting in options.set)]
 
 
-def train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
-    """Train one arm in a separate process and return its row."""
+def train(runner: Runner, options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any] | None:
+    """Train one arm and return its row; None if the study was stopped meanwhile."""
     name = "".join(c if c.isalnum() else "_" for c in arm)
     run = options.folder / f"{name}-{seed}-{time.time_ns()}"
     log = run.with_suffix(".log")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path()}
     start = time.perf_counter()
-    with log.open("w") as file:
-        done = subprocess.run(
-            command(options, arm, seed, run), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
+    status = runner.run(arguments(options, arm, seed, run), log)
     row = {"arm": arm, "seed": seed}
-    if done.returncode:
-        return row | {"error": log.read_text()[-1500:]}
-    return row | measured(run) | setup(options) | {"seconds": round(time.perf_counter() - start, 1)}
+    if status is None:
+        return None
+    text = log.read_text(errors="replace")
+    if status:
+        return row | {"error": text[-1500:]}
+    row |= measured(run) | setup(options) | {"seconds": round(time.perf_counter() - start, 1)}
+    return row | {"kept_engine": "The engine of the previous run continues" in text}
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the runs."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path()}
 
 
 def path() -> str:
@@ -152,23 +223,39 @@ def setup(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def read() -> list[dict[str, Any]]:
+def read(path: Path | None = None) -> list[dict[str, Any]]:
     """Return the rows of runs that finished."""
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    path = path or ROWS
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [row for row in rows if "error" not in row]
 
 
 def launch(options: argparse.Namespace) -> None:
-    """Train every arm and seed that has no row yet."""
+    """Train every arm and seed that has no row yet; start none after ``options.seconds``."""
     options.folder.mkdir(parents=True, exist_ok=True)
-    done = {(row["arm"], row["seed"]) for row in read()}
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
+    done = {(row["arm"], row["seed"]) for row in [*read(), *read(options.rows)]}
     jobs = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
-    with ThreadPoolExecutor(options.workers) as pool:
-        for future in as_completed([pool.submit(train, options, *job) for job in jobs]):
-            row = future.result()
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            print(row.get("error") or f"{row['arm']}, seed {row['seed']}: pass@1 {row['pass@1']}", flush=True)
+    deadline = time.monotonic() + options.seconds
+    runner, writing = SharedWorkers(options.workers, environment()), threading.Lock()
+
+    def train_one(arm: str, seed: int) -> None:
+        if time.monotonic() > deadline or (row := train(runner, options, arm, seed)) is None:
+            return
+        with writing, options.rows.open("a") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        print(row.get("error") or f"{arm}, seed {seed}: pass@1 {row['pass@1']}, {row['seconds']} s", flush=True)
+
+    try:
+        with ThreadPoolExecutor(options.workers) as pool:
+            try:
+                for future in [pool.submit(train_one, *job) for job in jobs]:
+                    future.result()
+            except BaseException:
+                runner.stop()
+                raise
+    finally:
+        runner.close()
 
 
 def by_arm() -> dict[str, list[dict[str, Any]]]:
@@ -178,17 +265,21 @@ def by_arm() -> dict[str, list[dict[str, Any]]]:
 
 
 def table() -> str:
-    """Return the rows as a Markdown table, one line per arm."""
+    """Return the rows that were evaluated on the test problems as a Markdown table, one line per arm."""
     lines = [
         f"| arm | seeds | pass@1 | less {BASELINE} | reward, last {LAST} | clipped tokens | largest KL to α |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for arm, rows in by_arm().items():
+        if arm in GROUPS["lr"]:
+            continue
         after = ", ".join(f"{row['pass@1'][-1][1]:.3f}" for row in rows)
         reward = statistics.fmean(value for row in rows for value in row["reward"][-LAST:])
-        low, high = (statistics.fmean(x for row in rows for x in row[f"clip_fraction_{side}"]) for side in SIDES)
+        clipped = sum(
+            statistics.fmean(x for row in rows for x in row.get(f"clip_fraction_{side}", [0.0])) for side in SIDES
+        )
         kl = max(value for row in rows for value in row["kl_behaviour"])
-        cells = [arm, str(len(rows)), after, difference(rows), f"{reward:.3f}", f"{low + high:.2%}", f"{kl:.2g}"]
+        cells = [arm, str(len(rows)), after, difference(rows), f"{reward:.3f}", f"{clipped:.2%}", f"{kl:.2g}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -204,29 +295,74 @@ def difference(rows: list[dict[str, Any]]) -> str:
     return f"{mean:+.3f} ± {1.96 * variance**0.5:.3f}"
 
 
+def area(row: dict[str, Any]) -> float:
+    """Return the mean of pass@1 over the steps of a run: the area under its curve."""
+    points = row["pass@1"]
+    pieces = [(x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)]
+    return sum(pieces) / (points[-1][0] - points[0][0])
+
+
+def best_rates() -> dict[str, str]:
+    """Return the learning rate with the largest area under the curve of each arm for which all were tried."""
+    found = by_arm()
+    tried = {name: {rate: found.get(f"{name}, lr {rate}") for rate in LEARNING_RATES} for name in TUNED}
+    return {
+        name: max(rates, key=lambda rate: statistics.fmean(area(row) for row in rates[rate] or []))
+        for name, rates in tried.items()
+        if all(rates.values())
+    }
+
+
+def rate_table() -> str:
+    """Return the areas under the curves of the learning rates as a Markdown table, one line per arm; empty if none."""
+    found, best = by_arm(), best_rates()
+    lines = [f"| arm | {' | '.join(LEARNING_RATES)} | best |", f"|---|{'---:|' * (len(LEARNING_RATES) + 1)}"]
+    for name in TUNED:
+        tried = [found.get(f"{name}, lr {rate}", []) for rate in LEARNING_RATES]
+        if any(tried):
+            areas = [f"{statistics.fmean(map(area, rows)):.3f}" if rows else "" for rows in tried]
+            lines.append(f"| {' | '.join([name, *areas, best.get(name, '')])} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def tuning() -> str:
+    """Return which learning rates were tuned, as the end of a sentence."""
+    if not (rates := rate_table()):
+        return "no learning rate was tuned for an arm\nyet"
+    return (
+        "learning rates were compared with one seed by the mean pass@1 of the run on 200 problems held out of the "
+        f"training split:\n\n{rates}\n\nAn arm named *at* a rate was trained with that one"
+    )
+
+
 def section() -> str:
     """Return the section of the results page."""
-    seeds = {arm: len(rows) for arm, rows in by_arm().items()}
+    found = {arm: rows for arm, rows in by_arm().items() if arm not in GROUPS["lr"]}
+    seeds = {arm: len(rows) for arm, rows in found.items()}
     complete = [arm for arm, count in seeds.items() if count >= NUM_SEEDS]
-    rows = [row for rows in by_arm().values() for row in rows]
+    rows = [row for rows in found.values() for row in rows]
     first, (length,) = rows[0], {row["rollouts"] for row in rows}
     return SECTION.format(
         rollouts=length,
         before=f"{first['pass@1'][0][1]:.3f}",
         table=table(),
         seeds=f"{len(complete)} of {len(seeds)} arms have {NUM_SEEDS} seeds",
+        tuning=tuning(),
+        link=LINK,
     )
 
 
 def draw(path: Path) -> None:
-    """Draw pass@1 against optimizer steps, a line per arm: the mean over its seeds."""
+    """Draw pass@1 against optimizer steps, a line per arm of v and clip: the mean over its seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    styles = {"": "-", ", clip 0.6/2.0": "--", ", no clip": ":"}
+    styles = dict(zip(CLIPS, ("-", "--", ":"), strict=True))
     colours = {v: f"C{number}" for number, v in enumerate((1, 2, 5, 10, 30))}
     for arm, rows in by_arm().items():
+        if arm not in PERIODS:
+            continue
         v, clip = arm.partition(",")[0], arm[len(arm.partition(",")[0]) :]
         steps = [step for step, _ in rows[0]["pass@1"]]
         means = [statistics.fmean(row["pass@1"][index][1] for row in rows) for index in range(len(steps))]
@@ -246,13 +382,19 @@ def main() -> None:
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, metavar="ARM", default=["v=1", "v=10"], help="Arms to train."
     )
+    parser.add_argument(
+        "--groups", nargs="+", choices=GROUPS, default=[], help="Groups whose arms are trained instead of --arms."
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Seeds of every arm.")
     parser.add_argument("--rollouts", type=int, default=30, help="Rollouts, and so optimizer steps, of a run.")
     parser.add_argument("--workers", type=int, default=1, help="Number of runs that share the GPU.")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="Seconds after which no further run starts.")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="File to append rows to; it is also read.")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="More settings of lgrpo fit.")
     parser.add_argument("--commit", default="", help="Commit to note in the rows.")
     parser.add_argument("--report", action="store_true", help="Print the table and train nothing.")
     options = parser.parse_args()
+    options.arms = [arm for group in options.groups for arm in GROUPS[group]] or options.arms
     if not options.report:
         if options.model is None or options.data is None:
             parser.error("--model and --data are required to train")

@@ -202,7 +202,7 @@ def test_ctrl_c_and_the_same_command_again(tmp_path):
         "seeds": [3],
         "metrics": ["val/pass@1", "train/loss"],
     }
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid, sort_keys=False))
     out = tmp_path / "out"
     command = [sys.executable, "-m", "lgrpo.cli", "sweep", "grid.yaml", "--out=out", "--share-engines"]
     slow = environment() | {"SLOW": "1"}
