@@ -51,7 +51,7 @@ SETTINGS = {
 
 
 class Arm(NamedTuple):
-    """What an arm adds to the configs and settings of all."""
+    """Configs and settings that an arm adds to those of all arms."""
 
     settings: dict[str, Any]
     configs: tuple[str, ...] = ()
