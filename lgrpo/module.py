@@ -142,7 +142,7 @@ class GRPOModule(L.LightningModule):
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         logprobs = self._logprobs(batch)
         output = self.loss(batch, logprobs)
-        self.step_metrics.update(**output.quantities(batch, logprobs, self.global_step))
+        self.step_metrics.update(**output.quantities(batch, logprobs))
         # Lightning divides by the number of micro-batches and averages over ranks; the totals include both already
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
@@ -151,7 +151,9 @@ class GRPOModule(L.LightningModule):
         policy, entropy = self.policy(batch.tokens, batch.completion_mask, batch.temperature, keep_graph)
         reference = None if self.reference is None else self._reference_logprobs(self.reference, batch)
         proximal = self.proximal.logprobs(batch, policy.detach()) if self.loss.needs_proximal else None
-        return PolicyLogprobs(policy=policy, proximal=proximal, reference=reference, entropy=entropy)
+        return PolicyLogprobs(
+            policy=policy, proximal=proximal, reference=reference, entropy=entropy, step=self.global_step
+        )
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ class Prompt:
     """Index in the whole run, from 0. Together with the seed and the sibling index it keys the random stream."""
 
 
+class Span(NamedTuple):
+    """Consecutive tokens of a completion that were sampled from the same weights."""
+
+    num_tokens: int
+    step: int
+    """Optimizer step of the weights."""
+    version: int
+    """Number of the sync that loaded them."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Completion:
     """One answer sampled from a behaviour policy, or recorded."""
@@ -51,13 +62,22 @@ class Completion:
     recording has none."""
     text: str
     """Decoded answer, without special tokens and without the stop string that ended it."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"] | None
+    """Why it ended; None if it is unfinished, and will be continued (``data.partial``)."""
     behaviour_step: int
-    """Optimizer step whose weights sampled it; ``RECORDED`` if no policy of this run did."""
+    """Optimizer step whose weights sampled it, or its last tokens; ``RECORDED`` if no policy of this run did."""
     version: int = 0
     """Number of the sync that loaded those weights: the key into the engine's ledger."""
+    earlier: tuple[Span, ...] = ()
+    """Its first tokens, if these were sampled from earlier weights."""
     reward: float | None = None
     """Recorded score; None if the completion still has to be scored."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All tokens by the weights that sampled them, in order; the last span may be empty."""
+        rest = len(self.token_ids) - sum(span.num_tokens for span in self.earlier)
+        return (*self.earlier, Span(rest, self.behaviour_step, self.version))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +116,8 @@ class RolloutBatch:
     """[B, T] float32: 0 outside the completion."""
     behaviour_step: Tensor
     """[B] int64: optimizer step whose weights sampled each completion (rows may differ: late and recorded groups);
-    ``RECORDED`` if no policy of this run did."""
+    ``RECORDED`` if no policy of this run did. [B, T] if tokens of a completion differ (``data.partial``): see
+    ``token_steps``."""
     positions: Tensor
     """[B] int64: position of each row's prompt in the run."""
     truncated: Tensor
@@ -133,11 +154,31 @@ class RolloutBatch:
     @property
     def is_recorded(self) -> Tensor:
         """[B] bool: completions that were not sampled by a policy of this run."""
-        return self.behaviour_step == RECORDED
+        return self.first_step == RECORDED
+
+    @property
+    def token_steps(self) -> Tensor:
+        """[B, T] int64: ``behaviour_step`` of each token. A row never decreases; a prompt has its first token's."""
+        steps = self.behaviour_step
+        return steps if steps.ndim == 2 else steps[:, None].expand_as(self.tokens)
+
+    @property
+    def first_step(self) -> Tensor:
+        """[B] int64: ``behaviour_step`` of the first token of each completion, the oldest."""
+        return self.behaviour_step if self.behaviour_step.ndim == 1 else self.behaviour_step[:, 0]
 
     def lag(self, step: int) -> Tensor:
-        """Return [B] float32: optimizer steps since each completion was sampled; NaN for recorded ones."""
-        return torch.where(self.is_recorded, torch.nan, (step - self.behaviour_step).float())
+        """Return [B] float32: optimizer steps since each completion was begun; NaN for recorded ones."""
+        return _lag(step, self.first_step)
+
+    def token_lag(self, step: int) -> Tensor:
+        """Return [B, T] float32: optimizer steps since each token was sampled; NaN for recorded ones."""
+        return _lag(step, self.token_steps)
+
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        """Return the parts of a completion: number of tokens, and their behaviour step."""
+        steps = self.token_steps[row][self.completion_mask[row]].tolist()
+        return [(len(list(part)), step) for step, part in groupby(steps)] or [(0, int(self.first_step[row]))]
 
     @property
     def lengths(self) -> Tensor:
@@ -206,6 +247,10 @@ class EvaluationBatch:
     """[problems, samples] bool: correct samples of the reference, if it was sampled too."""
     failed: Tensor | None = None
     """[problems, samples] bool: samples that could not be scored; None if the reward runs in the trainer's process."""
+
+
+def _lag(step: int, steps: Tensor) -> Tensor:
+    return torch.where(steps == RECORDED, torch.nan, (step - steps).float())
 
 
 NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]

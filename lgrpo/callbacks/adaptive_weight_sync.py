@@ -139,13 +139,14 @@ class AdaptiveWeightSync(EngineSync):
         if not batches:
             return None
         step = torch.tensor(data.engine.state.step)
-        newest = next((b for b in reversed(batches) if bool(b.behaviour_step.eq(step).any())), batches[-1])
-        rows = newest.behaviour_step.eq(step)  # none if late groups fill a rank's whole rollout
+        newest = next((b for b in reversed(batches) if bool(b.token_steps.eq(step).any())), batches[-1])
+        is_current = newest.token_steps.eq(step)  # none if late groups fill a rank's whole rollout
+        rows = is_current.any(1)
         metric = self.metric.to(trainer.strategy.root_device)
         metric.reset()
         metric.update(
             log_ratio=log_ratios(trainer, newest)[rows],
-            mask=newest.completion_mask[rows],
+            mask=(newest.completion_mask & is_current)[rows],
             advantages=newest.advantages[rows],
         )
         values = metric.compute()

@@ -88,7 +88,7 @@ class MismatchGuard(L.Callback):
         largest, text = -1.0, ""
         for batch in rollout_owner(trainer).micro_batches:
             policy = policy_owner(trainer).policy_logprobs(batch)
-            is_fresh = batch.completion_mask & (batch.lag(self._step) == 0)[:, None]
+            is_fresh = batch.completion_mask & (batch.token_lag(self._step) == 0)
             difference = torch.where(is_fresh, (policy - batch.behaviour_logprobs).abs().float(), -1.0)
             row, column = divmod(int(difference.argmax()), difference.shape[1])
             if (value := float(difference[row, column])) > largest:

@@ -17,7 +17,12 @@ from lgrpo.types import RolloutBatch
 
 PER_ARTIFACT = 100
 """Number of logged rollouts in one table of MLflow, which rewrites a table whenever rows are added to it."""
-COLUMNS = ("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version")
+COLUMNS = (
+    *("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version"),
+    "spans",
+)
+"""Columns of the table. ``behaviour_step``, ``lag`` and ``version`` are those of the first token; ``spans`` lists
+number of tokens and behaviour step of each part of a completion that was sampled from several versions."""
 
 
 class RolloutLog(RolloutCallback):
@@ -55,7 +60,8 @@ class RolloutLog(RolloutCallback):
         data = rollout_owner(trainer)
         tokenizer = data.tokenizer
         sampled = batch.completion_mask[i]
-        behaviour_step = None if bool(batch.is_recorded[i]) else int(batch.behaviour_step[i])
+        behaviour_step = None if bool(batch.is_recorded[i]) else int(batch.first_step[i])
+        spans = batch.spans(i)
         versions: dict[int | None, int] = {record.step: record.version for record in data.engine.state.ledger}
         values = (
             batch.rollout,
@@ -68,6 +74,7 @@ class RolloutLog(RolloutCallback):
             behaviour_step,
             None if behaviour_step is None else trainer.global_step - behaviour_step,
             versions.get(behaviour_step),
+            spans if len(spans) > 1 else None,
         )
         return dict(zip(COLUMNS, values, strict=True))
 

@@ -15,7 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines import Sampling, completion_text
 from lgrpo.rewards import FailedScore, NotYet, Score
-from lgrpo.types import MIN_WIDTH, Completion, Prompt, RolloutBatch
+from lgrpo.types import MIN_WIDTH, Completion, Prompt, RolloutBatch, Span
+
+UNKNOWN_VERSION = -1
+"""Version in the spans of a batch's completions: a batch has only the optimizer steps."""
 
 
 class Group(NamedTuple):
@@ -54,7 +57,7 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
         behaviour_logprobs=torch.from_numpy(logprobs),
         rewards=as_rewards(scores),
         advantages=torch.zeros(size, width),
-        behaviour_step=torch.tensor([c.behaviour_step for c in completions]),
+        behaviour_step=_behaviour_steps(completions, starts, width),
         positions=torch.tensor([p.position for p in prompts]),
         truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
         failed=torch.tensor([isinstance(score, FailedScore) for score in scores]),
@@ -66,6 +69,20 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
     )
 
 
+def _behaviour_steps(completions: Sequence[Completion], starts: Tensor, width: int) -> Tensor:
+    """Return the behaviour step of each completion, or, if one has several, of each token."""
+    steps = torch.tensor([c.behaviour_step for c in completions])
+    if not any(c.earlier for c in completions):
+        return steps
+    steps = steps[:, None].repeat(1, width)
+    for row, (completion, start) in enumerate(zip(completions, starts.tolist(), strict=True)):
+        end = start + sum(span.num_tokens for span in completion.earlier)
+        for span in reversed(completion.earlier):  # each fills the columns before its end; earlier ones then overwrite
+            steps[row, :end] = span.step
+            end -= span.num_tokens
+    return steps
+
+
 def as_rewards(scores: Sequence[Score]) -> Tensor:
     """Return scores as a float32 tensor; NaN for scores that are not known yet."""
     return torch.tensor([torch.nan if isinstance(score, NotYet) else score for score in scores], dtype=torch.float32)
@@ -75,8 +92,11 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return several batches as one, padded to the widest; fields that are not tensors come from the first."""
     width = max(batch.tokens.shape[1] for batch in batches)
     tensors: dict[str, Any] = {}
+    has_spans = any(batch.behaviour_step.ndim == 2 for batch in batches)
     for f in fields(batches[0]):
         parts = [getattr(batch, f.name) for batch in batches]
+        if f.name == "behaviour_step" and has_spans:
+            parts = [batch.token_steps for batch in batches]
         if isinstance(parts[0], Tensor):
             tensors[f.name] = torch.cat([pad(p, (0, width - p.shape[1])) if p.ndim == 2 else p for p in parts])
     return replace(batches[0], **tensors | {"rows": torch.arange(len(tensors["rows"]))})
@@ -88,13 +108,15 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
     for row in range(len(batch)):
         sampled = batch.completion_mask[row]
         token_ids = batch.tokens[row][sampled].tolist()
+        spans = [Span(*span, UNKNOWN_VERSION) for span in batch.spans(row)]
         completions.append(
             Completion(
                 token_ids=token_ids,
                 logprobs=batch.behaviour_logprobs[row][sampled].tolist(),
                 text=completion_text(token_ids, sampling.stop or [], tokenizer),
                 finish_reason="length" if bool(batch.truncated[row]) else "stop",
-                behaviour_step=int(batch.behaviour_step[row]),
+                behaviour_step=spans[-1].step,
+                earlier=tuple(spans[:-1]),
             )
         )
     return completions

@@ -101,8 +101,8 @@ class RolloutPreparation:
 
     def _mask_old(self, batch: RolloutBatch) -> None:
         if self.max_lag is not None:
-            too_old = batch.lag(self.trainer.global_step) > self.max_lag  # False for recorded ones, whose lag is NaN
-            batch.loss_mask &= ~too_old[:, None]
+            # a token at a time; False for recorded ones, whose lag is NaN
+            batch.loss_mask &= ~(batch.token_lag(self.trainer.global_step) > self.max_lag)
 
     def _idle_times(self, start: float) -> dict[str, float]:
         """Return the time the trainer waited for this rollout; from the second on, also shares of the time between."""
@@ -240,14 +240,14 @@ def recompute_logprobs(batch: RolloutBatch, ready: Sequence[RolloutBatch], train
     The rollout is split as it will be for training, so that its ratio starts at exactly 1.
     """
     step = trainer.global_step
-    sampled_at = int(batch.behaviour_step.min())
+    sampled_at = int(batch.first_step.min())
     if batch.logprobs_from != "policy" and sampled_at != step:
         raise ValueError(
             f"data.behaviour_logprobs is 'policy', but rollout {batch.rollout} was sampled with the weights of "
             f"step {sampled_at} and the policy is already at step {step}. Use 'engine'"
         )
     for rollout in {other.rollout: other for other in (*ready, batch)}.values():
-        if rollout.logprobs_from == "policy" or int(rollout.behaviour_step.min()) != step:
+        if rollout.logprobs_from == "policy" or int(rollout.first_step.min()) != step:
             continue  # computed before, or sampled from weights that the policy no longer has
         for piece in rollout.split(trainer.accumulate_grad_batches):
             width = piece.tokens.shape[1]

@@ -3,7 +3,7 @@
 from lgrpo.losses.aggregation import Aggregation, ConstantSum, SequenceMean, TokenMean
 from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
 from lgrpo.losses.clipped import ClippedLoss
-from lgrpo.losses.clips import DualClip, GeometricClip, MinClip, OffPolicySequenceMask, WeightClamp
+from lgrpo.losses.clips import DualClip, GeometricClip, MaxTokenLag, MinClip, OffPolicySequenceMask, WeightClamp
 from lgrpo.losses.composed import ComposedLoss
 from lgrpo.losses.gates import Gate, Gated, MaskGate, NoGate, OneSide, Ring, SecondMoment, TwoSide
 from lgrpo.losses.proximal import ProximalMemory
@@ -13,6 +13,7 @@ from lgrpo.losses.terms import Terms
 from lgrpo.losses.weights import (
     AsymmetricImportance,
     Importance,
+    LagDecay,
     MaskedImportance,
     NoWeight,
     TruncatedImportance,
@@ -33,9 +34,11 @@ __all__ = [
     "Gated",
     "GeometricClip",
     "Importance",
+    "LagDecay",
     "LossOutput",
     "MaskGate",
     "MaskedImportance",
+    "MaxTokenLag",
     "MinClip",
     "NoGate",
     "NoWeight",

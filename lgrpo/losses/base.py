@@ -24,6 +24,8 @@ class PolicyLogprobs:
     """log π_k: the policy at the start of this rollout's updates."""
     reference: Tensor | None = None
     """log π_ref."""
+    step: int = 0
+    """Optimizer steps of π_θ so far: the lag of a token is counted from it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,8 +42,8 @@ class LossOutput:
     outside_band: Tensor | None = None
     """[B, T] bool: ratio outside the band, with gradient or not; None if the loss has no band."""
 
-    def quantities(self, batch: RolloutBatch, logprobs: PolicyLogprobs, step: int) -> dict[str, Any]:
-        """Return the arguments of ``StepMetrics.update`` for this micro-batch, at optimizer step ``step``."""
+    def quantities(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> dict[str, Any]:
+        """Return the arguments of ``StepMetrics.update`` for this micro-batch."""
         policy, reference = logprobs.policy.detach(), logprobs.reference
         return {
             "loss": self.loss,
@@ -54,7 +56,7 @@ class LossOutput:
             "outside_band": self.outside_band,
             "entropy": logprobs.entropy.detach(),
             "kl_reference": None if reference is None else kl_divergence(policy, reference),
-            "lag": batch.lag(step),
+            "lag": batch.lag(logprobs.step) if batch.behaviour_step.ndim == 1 else batch.token_lag(logprobs.step),
             "behaviour_known": ~batch.behaviour_logprobs.isnan(),
         }
 

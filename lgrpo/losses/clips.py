@@ -7,7 +7,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from lgrpo.checks import check_range, check_schedule
+from lgrpo.checks import check_count, check_range, check_schedule
 from lgrpo.functional import (
     ClipCentre,
     clip_band,
@@ -139,6 +139,40 @@ class GeometricClip(Gate):
         clipped = torch.where(clipped_low | clipped_high, edge, log_ratio)
         mean = sequence_log_ratio(clipped, terms.batch.completion_mask).exp()
         return Gated(surrogate=mean * advantages, clipped_low=clipped_low, clipped_high=clipped_high)
+
+
+@final
+class MaxTokenLag(Gate):
+    """Stops tokens that were sampled too long ago. Another gate decides about the others.
+
+    ``data.max_lag`` also leaves such tokens out of the denominators of the loss; this gate keeps them there.
+    """
+
+    def __init__(self, gate: Gate = MinClip(), limit: int = 8) -> None:  # noqa: B008
+        """
+        Args:
+            gate: Gate of the other tokens.
+            limit: Largest lag, in optimizer steps, of a token that trains. Recorded tokens have no lag.
+        """
+        check_count("limit", limit, at_least=0)
+        self.gate = gate
+        self.limit = limit
+        self.reads_ratio = gate.reads_ratio
+        self.multiplies_by_ratio = gate.multiplies_by_ratio
+        self.needs_proximal = gate.needs_proximal
+        self.needs_behaviour = gate.needs_behaviour
+
+    def outside_band(self, terms: Terms) -> Tensor | None:
+        return self.gate.outside_band(terms)
+
+    def __call__(self, terms: Terms) -> Gated:
+        gated = self.gate(terms)
+        with torch.no_grad():
+            stopped, below = terms.lag > self.limit, terms.log_ratio < 0
+        gated.surrogate = torch.where(stopped, 0.0, gated.surrogate)
+        gated.clipped_low = gated.clipped_low | (stopped & below)
+        gated.clipped_high = gated.clipped_high | (stopped & ~below)
+        return gated
 
 
 @final

@@ -8,7 +8,7 @@ from lgrpo.checks import check_range
 from lgrpo.functional import MAX_LOG_RATIO
 from lgrpo.losses.aggregation import Aggregation, TokenMean
 from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
-from lgrpo.losses.clips import GeometricClip, MinClip, OffPolicySequenceMask
+from lgrpo.losses.clips import GeometricClip, MaxTokenLag, MinClip, OffPolicySequenceMask
 from lgrpo.losses.gates import Gate, NoGate
 from lgrpo.losses.ratios import Ratio, SequenceRatio, TokenRatio
 from lgrpo.losses.regularisers import Regulariser
@@ -94,7 +94,7 @@ class ComposedLoss(PolicyLoss):
 
 def check_parts(ratio: Ratio, gate: Gate, weight: Weight) -> None:
     """Raise a ``ValueError`` if the parts contradict each other."""
-    while isinstance(gate, OffPolicySequenceMask):
+    while isinstance(gate, OffPolicySequenceMask | MaxTokenLag):
         gate = gate.gate
     names = f"{type(gate).__name__} and {type(weight).__name__}"
     if gate.multiplies_by_ratio and weight.is_ratio:

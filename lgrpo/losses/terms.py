@@ -30,6 +30,11 @@ class Terms:
         return self.batch.advantages
 
     @property
+    def lag(self) -> Tensor:
+        """Optimizer steps since each token was sampled [B, T]; 0 for recorded tokens, which have no lag."""
+        return self.batch.token_lag(self.logprobs.step).nan_to_num(0.0)
+
+    @property
     def proximal_log_ratio(self) -> Tensor:
         """log π_k/π_α [B, T]: distance from the behaviour policy at the start of this rollout's updates."""
         if self.logprobs.proximal is None:

@@ -101,6 +101,26 @@ class MaskedImportance(Weight):
         return torch.where((weight >= self.low) & (weight <= self.high), weight, 0.0)
 
 
+@final
+class LagDecay(Weight):
+    """``½^(lag / half_life)`` times another weight: a token counts less the longer ago it was sampled."""
+
+    def __init__(self, half_life: float = 8.0, weight: Weight = NoWeight()) -> None:  # noqa: B008
+        """
+        Args:
+            half_life: Lag, in optimizer steps, at which a token counts half.
+            weight: Weight that is multiplied.
+        """
+        check_range("half_life", half_life, above=0)
+        self.half_life = half_life
+        self.weight = weight
+        self.is_ratio = weight.is_ratio
+        self.corrects_mismatch = weight.corrects_mismatch
+
+    def __call__(self, terms: Terms) -> Tensor:
+        return self.weight(terms) * torch.exp2(-terms.lag / self.half_life)
+
+
 def mismatch(terms: Terms, level: Level) -> Tensor:
     """Return π_k/π_α [B, T], without gradient."""
     log_ratio = terms.proximal_log_ratio.detach()

@@ -72,10 +72,14 @@ class StepMetrics(Metric):
 
         The engine's mismatch counts all ``sampled`` tokens: a wrong engine may be why a rollout has none in the loss.
         ``outside_band`` is None if the loss has no band. Recorded completions may lack data: their ``lag`` is NaN if
-        unknown, and metrics of log π_α count only tokens where ``behaviour_known`` is set.
+        unknown, and metrics of log π_α count only tokens where ``behaviour_known`` is set. ``lag`` is [B], or
+        [B, T] if tokens of a completion differ; a completion then counts with the mean of its tokens in the loss.
         """
-        has_lag, is_known = mask.any(1) & ~lag.isnan(), mask & behaviour_known
-        has_ratio, is_fresh = mask & (behaviour_known | ~ratio.isnan()), sampled & (lag == 0)[:, None]
+        token_lag = lag if lag.ndim == 2 else lag[:, None]
+        lag_is_known = mask & ~token_lag.isnan()
+        has_lag, is_known = lag_is_known.any(1), mask & behaviour_known
+        has_ratio, is_fresh = mask & (behaviour_known | ~ratio.isnan()), sampled & (token_lag == 0)
+        lags = lag if lag.ndim == 1 else _where(lag_is_known, lag).sum(1) / lag_is_known.sum(1)
         known_log_ratio, known_ratio = _where(is_known, log_ratio), _where(has_ratio, ratio)
         nothing = loss.new_zeros(())
         mismatch = log_ratio.abs()  # of fresh tokens: α is π_θ, computed by the engine
@@ -96,7 +100,7 @@ class StepMetrics(Metric):
             "kl_behaviour": (known_log_ratio.exp() - 1 - known_log_ratio).sum(),
             "kl_reference": nothing if kl_reference is None else _where(mask, kl_reference).sum(),
             "entropy": _where(mask, entropy).sum(),
-            "lag": _where(has_lag, lag).sum(),
+            "lag": _where(has_lag, lags).sum(),
             "mismatch": _where(is_fresh, mismatch).sum(),
         }
         named = torch.stack([sums[name].double() for name in SUMS])
@@ -104,7 +108,7 @@ class StepMetrics(Metric):
         maxima = {
             "ratio": _max(has_ratio, ratio),
             "negative_ratio": _max(has_ratio, -ratio),
-            "lag": _max(has_lag, lag),
+            "lag": _max(has_lag, lag) if lag.ndim == 1 else _max(lag_is_known, lag),
             "mismatch": _max(is_fresh, mismatch),
             "mismatch_p99": _percentile_99(is_fresh, mismatch),
         }

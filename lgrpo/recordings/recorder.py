@@ -100,7 +100,8 @@ class RolloutRecorder(RolloutCallback):
                 prompt = data.train_prompts.at(int(batch.positions[row]))
                 dataset_row = json.dumps(dict(prompt.row), ensure_ascii=False, default=str)
             completion, sampled = completions[row], batch.completion_mask[row]
-            step = None if bool(batch.is_recorded[row]) else completion.behaviour_step
+            step = None if bool(batch.is_recorded[row]) else completion.spans[0].step
+            spans = [{"tokens": n, "step": s, "version": versions.get(s)} for n, s, _ in completion.spans]
             has_logprobs = not bool(batch.behaviour_logprobs[row][sampled].isnan().any())
             rows.append(
                 {
@@ -120,6 +121,7 @@ class RolloutRecorder(RolloutCallback):
                     "advantage": float(batch.advantages[row][sampled][0]) if completion.token_ids else None,
                     "behaviour_step": step,
                     "version": None if step is None else versions.get(step),
+                    "spans": spans if len(spans) > 1 else None,
                 }
             )
         return rows

@@ -44,6 +44,8 @@ SCHEMA = pa.schema(
         ("advantage", pa.float32()),
         ("behaviour_step", pa.int64()),
         ("version", pa.int64()),
+        # tokens of each behaviour step, if a completion has several; behaviour_step is the first one then
+        ("spans", pa.list_(pa.struct([("tokens", pa.int32()), ("step", pa.int64()), ("version", pa.int64())]))),
     ]
 )
 """Schema of a recording. Files of other programs need only ``prompt`` and ``completion``."""

@@ -11,10 +11,10 @@ import torch
 
 from lgrpo import ClippedLoss
 from lgrpo.callbacks import ImprovementMonitor, RolloutLog
-from lgrpo.data.collate import Group, collate_rollout
+from lgrpo.data.collate import Group, collate_rollout, completions_of, concatenate
 from lgrpo.engines import Sampling, TransformersEngine
 from lgrpo.recordings import Recording, ReplayEngine, RolloutRecorder
-from lgrpo.types import Completion, Prompt
+from lgrpo.types import RECORDED, Completion, Prompt, RolloutBatch, Span
 from tests.helpers import fit, tiny_policy
 
 
@@ -38,6 +38,49 @@ def test_prompt_completion_padding():
     assert batch.behaviour_logprobs[1, 1] == -1.25
     assert batch.behaviour_logprobs[1, 2].isnan(), "not known"
     assert collate([[1]], [([2, 3], [-1, -2])]).behaviour_logprobs.tolist() == [[0, -1, -2]]
+
+
+def with_spans():
+    """Return a batch with a completion of three versions, a whole one and a recorded one."""
+    made = [
+        Completion(
+            token_ids=[11, 12, 13, 14, 15],
+            logprobs=[-1.0] * 5,
+            text="",
+            finish_reason="stop",
+            behaviour_step=7,
+            version=4,
+            earlier=(Span(2, 3, 2), Span(1, 5, 3)),
+        ),
+        Completion(token_ids=[11], logprobs=[-1.0], text="", finish_reason="stop", behaviour_step=7, version=4),
+        Completion(token_ids=[12], logprobs=[-1.0], text="", finish_reason="stop", behaviour_step=RECORDED),
+    ]
+    prompts = [Prompt(text="", token_ids=[1, 2], row={}, position=index) for index in range(3)]
+    groups = [Group(prompt, [completion], [0.0]) for prompt, completion in zip(prompts, made, strict=True)]
+    return made, collate_rollout(groups, pad_token_id=9, sampling=Sampling(max_tokens=8), rollout=0)
+
+
+def test_each_token_has_its_behaviour_step():
+    made, batch = with_spans()
+    assert made[0].spans == (Span(2, 3, 2), Span(1, 5, 3), Span(2, 7, 4))
+    assert batch.token_steps[0].tolist() == [3, 3, 3, 3, 5, 7, 7], "a prompt has its first token's"
+    assert batch.first_step.tolist() == [3, 7, RECORDED]
+    assert batch.is_recorded.tolist() == [False, False, True]
+    assert batch.lag(8)[:2].tolist() == [5, 1]
+    assert batch.token_lag(8)[0].tolist() == [5, 5, 5, 5, 3, 1, 1]
+    assert bool(batch.token_lag(8)[2].isnan().all())
+    again = RolloutBatch.from_state_dict(batch.state_dict())
+    assert torch.equal(again.token_steps, batch.token_steps)
+    found = completions_of(batch, tiny_policy().tokenizer, Sampling(max_tokens=8))
+    assert [[span[:2] for span in c.spans] for c in found] == [[span[:2] for span in c.spans] for c in made]
+
+
+def test_whole_and_continued_completions_in_one_batch():
+    whole, continued = collate([[1, 2]], [([7], [-0.5])]), with_spans()[1]
+    assert whole.behaviour_step.ndim == 1, "no memory for what all tokens share"
+    joined = concatenate([whole, continued])
+    assert joined.token_steps[joined.completion_mask].tolist() == [3, 3, 3, 5, 7, 7, 7, RECORDED]
+    assert torch.equal(joined.select(torch.tensor([1])).token_steps, continued.token_steps[:1])
 
 
 class Reticent(TransformersEngine):

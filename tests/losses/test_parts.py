@@ -38,7 +38,9 @@ from lgrpo.losses import (
     EntropyBonus,
     GeometricClip,
     Importance,
+    LagDecay,
     MaskedImportance,
+    MaxTokenLag,
     MinClip,
     NoGate,
     NoWeight,
@@ -56,7 +58,7 @@ from lgrpo.losses import (
     TwoSide,
     WeightClamp,
 )
-from lgrpo.types import StepTotals
+from lgrpo.types import RECORDED, StepTotals
 from tests.parity.random_batch import loss_and_gradient, rollout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -306,6 +308,23 @@ FORMULAS = {
     ),
     "scaled": (ComposedLoss(scale=0.5), lambda t: 0.5),
 }
+
+
+def test_parts_that_read_the_lag_of_a_token():
+    batch, policy, proximal, _ = numbers(seed=3)
+    steps = (torch.arange(len(batch))[:, None] + torch.arange(batch.tokens.shape[1])) % 5
+    steps[0] = RECORDED
+    batch.behaviour_step = steps
+    _, plain = loss_and_gradient(ComposedLoss(), batch, policy, proximal=proximal)
+    lag = torch.where(steps == RECORDED, 0, 4 - steps)
+    for loss, factor in (
+        (ComposedLoss(gate=MaxTokenLag(NoGate(), limit=2)), (lag <= 2).float()),
+        (ComposedLoss(weight=LagDecay(half_life=2)), 0.5 ** (lag / 2)),
+        (ComposedLoss(weight=LagDecay(half_life=1, weight=LagDecay(half_life=1))), 0.25**lag),
+    ):
+        _, gradient = loss_and_gradient(loss, batch, policy, proximal=proximal, step=4)
+        assert torch.allclose(gradient, plain * factor, atol=1e-7)
+        assert not torch.allclose(gradient, plain, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -632,6 +651,10 @@ def test_losses_of_micro_batches_add_up(method):
         (lambda: GeometricClip(low=-1), "low is -1"),
         (lambda: SecondMoment(0), "limit is 0"),
         (lambda: OffPolicySequenceMask(threshold=0), "threshold is 0"),
+        (lambda: MaxTokenLag(limit=-1), "limit is -1"),
+        (lambda: ComposedLoss(TokenRatio("none"), MaxTokenLag(MinClip(centre="proximal"))), "use centre 'one'"),
+        (lambda: LagDecay(half_life=0), "half_life is 0"),
+        (lambda: ComposedLoss(gate=MinClip(), weight=LagDecay(weight=Importance())), "so it would be squared"),
         (lambda: TruncatedImportance(0), "cap is 0"),
         (lambda: MaskedImportance(2.0, 0.5), "low is 2.0; it must be at least 0 and below 0.5"),
         (lambda: ReferenceKL(0), "remove the part instead"),

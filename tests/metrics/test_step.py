@@ -174,3 +174,21 @@ def test_update_does_not_synchronise_with_the_gpu():
     assert without_quantiles(metrics.compute()) == pytest.approx(
         by_loops([micro_batch(seed) for seed in range(3)]), rel=1e-5
     )
+
+
+def test_lags_of_tokens():
+    whole = micro_batch(0)
+    spread = whole | {"lag": whole["lag"][:, None].expand(5, 7)}
+    metrics = [StepMetrics(), StepMetrics()]
+    for metric, batch in zip(metrics, (whole, spread), strict=True):
+        metric.update(**batch)
+    assert metrics[0].compute() == pytest.approx(metrics[1].compute()), "one lag for all tokens is the same either way"
+    lag = spread["lag"].clone()
+    lag[0, 2:] = 4.0  # continued from later weights
+    metrics[1].reset()
+    metrics[1].update(**spread | {"lag": lag})
+    found, mask = metrics[1].compute(), whole["mask"]
+    assert found["lag"] == pytest.approx((float(lag[0][mask[0]].mean()) + 3) / 2)
+    assert found["lag_max"] == 4
+    fresh = (whole["sampled"][0] & (lag[0] == 0)).nonzero().flatten()
+    assert found["engine_mismatch_mean"] == pytest.approx(float(whole["log_ratio"][0, fresh].abs().mean()))

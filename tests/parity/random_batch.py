@@ -40,6 +40,7 @@ def loss_and_gradient(
     policy: Tensor,
     proximal: Tensor | None = None,
     reference: Tensor | None = None,
+    step: int = 0,
 ) -> tuple[float, Tensor]:
     """Return the loss and its gradient with respect to the policy's log-probabilities."""
     mask = batch.completion_mask
@@ -53,6 +54,7 @@ def loss_and_gradient(
         entropy=torch.zeros_like(leaf),
         proximal=outside_is_zero(proximal),
         reference=outside_is_zero(reference),
+        step=step,
     )
     value = loss(batch, logprobs).loss
     value.backward()
