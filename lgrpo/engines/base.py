@@ -90,6 +90,8 @@ class RolloutEngine(ABC):
 
     can_overlap = False
     """Whether ``generate`` may run in another thread while the trainer updates (``data.overlap``)."""
+    can_continue = False
+    """Whether ``generate_part`` can leave completions unfinished and continue them from their tokens later."""
     has_own_device = False
     """Whether it samples on devices that the trainer does not use, so that overlap costs no memory."""
     replays = False
@@ -108,6 +110,7 @@ class RolloutEngine(ABC):
     def __init__(self) -> None:
         self.on_step: Callable[[], None] | None = None
         """Function to call between decoding steps, for what cannot wait until the end of a generation."""
+        self._generation: Generation | None = None  # the current partial one
         self._state = EngineState()
         self._suspended: dict[str, Any] | None = None
         """State dict of the weights that ``holding`` has replaced, until they are restored."""
@@ -318,9 +321,33 @@ class RolloutEngine(ABC):
         self.sample(generation)
         return [generation.groups[index] for index in range(len(prompts))]
 
+    def generate_part(self, generation: Generation) -> None:
+        """Sample until enough groups of a partial generation are whole; the others are then in its ``unfinished``.
+
+        Tokens of a completion that was begun before are kept, with the weights they were sampled from.
+        """
+        if not self.can_continue:
+            raise EngineError(f"{type(self).__name__} cannot continue completions from their tokens")
+        self._generation = generation
+        try:
+            self.sample(generation)
+        finally:
+            self._generation = None
+        for index in generation.unanswered:
+            generation.leave(index)
+
+    def stop(self) -> None:
+        """End the current partial generation soon, from any thread; what is not whole is unfinished."""
+        if (generation := self._generation) is not None:
+            generation.is_stopped = True
+
     @abstractmethod
     def sample(self, generation: Generation) -> None:
-        """Pass the completions of every prompt to ``generation.keep``, as soon as all of that prompt are sampled."""
+        """Pass the completions of every prompt to ``generation.keep``, as soon as all of that prompt are sampled.
+
+        An engine that ``can_continue`` begins with ``generation.begun_of``, ends when ``generation.is_enough``, and
+        passes what is unfinished then to ``generation.leave``.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.checks import check_count, check_range
 from lgrpo.engines.recovery import EngineFailure
-from lgrpo.types import Completion, Prompt
+from lgrpo.types import Completion, Prompt, Span
 
 OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
 """Callback that receives the index of a prompt among the requested ones, and all its completions."""
@@ -50,7 +50,11 @@ class Sampling:
 
 @dataclass(slots=True)
 class Generation:
-    """One call of ``RolloutEngine.generate``: its arguments, the weights it samples from, and the completed groups."""
+    """One call of ``RolloutEngine.generate``: its arguments, the weights it samples from, and the completed groups.
+
+    A partial one (``RolloutEngine.generate_part``) also has completions that earlier calls began, and ends when enough
+    groups are whole; the others are then in ``unfinished``.
+    """
 
     prompts: Sequence[Prompt]
     num_samples: int
@@ -62,17 +66,48 @@ class Generation:
     version: int
     groups: dict[int, list[Completion]] = field(default_factory=dict)
     """Completions by the index of their prompt."""
+    begun: Mapping[int, list[Completion]] = field(default_factory=dict)
+    """Completions to continue by the index of their prompt; some of a group may be finished."""
+    needed: int | None = None
+    """Number of whole groups after which it ends; None: all."""
+    required: frozenset[int] = frozenset()
+    """Indices of prompts whose groups are among the needed ones."""
+    unfinished: dict[int, list[Completion]] = field(default_factory=dict)
+    """Groups that were not whole when it ended, by the index of their prompt."""
+    is_partial: bool = False
+    """Whether it may end before all groups are whole."""
+    is_stopped: bool = False
+    """Whether it was stopped from outside (``RolloutEngine.stop``)."""
 
     @property
     def unanswered(self) -> list[int]:
         """Indices of the prompts without completions."""
-        return [index for index in range(len(self.prompts)) if index not in self.groups]
+        return [i for i in range(len(self.prompts)) if i not in self.groups and i not in self.unfinished]
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it should end: as many groups are whole as are needed, with the required ones among them."""
+        if self.is_stopped or self.needed is None:
+            return self.is_stopped
+        others = len(self.groups.keys() - self.required)
+        return others >= self.needed - len(self.required) and self.groups.keys() >= self.required
+
+    def begun_of(self, index: int) -> list[Completion]:
+        """Return the completions of a prompt as they were when the generation began; new ones have no tokens."""
+        new = Completion(
+            token_ids=[], logprobs=[], text="", finish_reason=None, behaviour_step=self.step, version=self.version
+        )
+        return list(self.begun.get(index) or [new] * self.num_samples)
 
     def keep(self, index: int, group: list[Completion]) -> None:
         """Add the completions of a prompt."""
         self.groups[index] = group
         if self.on_group is not None:
             self.on_group(index, group)
+
+    def leave(self, index: int, group: list[Completion] | None = None) -> None:
+        """Add the completions of a prompt that are not all finished; by default as they were at the beginning."""
+        self.unfinished[index] = self.begun_of(index) if group is None else group
 
     def eos_ids(self, config: PretrainedConfig) -> list[int]:
         """Return every token that ends a sequence, according to the tokenizer and to the model's config."""
@@ -85,22 +120,40 @@ class Generation:
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         return sorted({*self.eos_ids(config), *(special[s] for s in self.sampling.stop or [] if s in special)})
 
-    def completion(self, token_ids: list[int], logprobs: list[float], finish_reason: str | None) -> Completion:
-        """Return a sampled completion, cut after the first stop string; raise an ``EngineFailure`` if incomplete."""
-        if finish_reason not in ("stop", "length"):
+    def completion(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        finish_reason: str | None,
+        begun: Completion | None = None,
+    ) -> Completion:
+        """Return a sampled completion, cut after the first stop string; raise an ``EngineFailure`` if incomplete.
+
+        ``begun`` is the part that the tokens continue. In a partial generation a completion without a finish reason is
+        unfinished.
+        """
+        if finish_reason not in ("stop", "length") and not (finish_reason is None and self.is_partial):
             raise EngineFailure(f"a completion was aborted ({finish_reason}) after {len(token_ids)} tokens")
         if len(logprobs) != len(token_ids):
             raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
+        earlier: tuple[Span, ...] = ()
+        if begun is not None and begun.token_ids:
+            if not token_ids:
+                return begun
+            token_ids, logprobs = begun.token_ids + token_ids, begun.logprobs + logprobs
+            earlier = begun.earlier if begun.version == self.version else begun.spans
         stop, tokenizer = self.sampling.stop, self.tokenizer
         if (length := _length_with_stop(token_ids, stop or [], tokenizer)) is not None:
             token_ids, logprobs, finish_reason = token_ids[:length], logprobs[:length], "stop"
+        is_finished = finish_reason is not None
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            text=completion_text(token_ids, stop or [], tokenizer),
-            finish_reason="stop" if finish_reason == "stop" else "length",
+            text=completion_text(token_ids, stop or [], tokenizer) if is_finished else "",
+            finish_reason="stop" if finish_reason == "stop" else "length" if is_finished else None,
             behaviour_step=self.step,
             version=self.version,
+            earlier=earlier,
         )
 
 

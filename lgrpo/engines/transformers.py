@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
 from lgrpo.engines.recovery import EngineError
 from lgrpo.functional import named_checksums, stream_uniform
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import Completion, PolicyWeights
 
 _BLOCK = 64
 """Number of tokens by which the cache grows, and for which random numbers are drawn at once."""
@@ -34,6 +35,7 @@ class TransformersEngine(RolloutEngine):
     """Samples with transformers: exact, without further dependencies; for CPUs, small models and tests."""
 
     can_overlap = True
+    can_continue = True
 
     def __init__(
         self,
@@ -104,9 +106,11 @@ class TransformersEngine(RolloutEngine):
     def sample(self, generation: Generation) -> None:
         prompts_at_once = max(1, self.max_sequences // generation.num_samples)
         for start in range(0, len(generation.prompts), prompts_at_once):
-            chunk = generation.prompts[start : start + prompts_at_once]
+            if generation.is_enough:
+                break
+            chunk = range(len(generation.prompts))[start : start + prompts_at_once]
             for index, group in _decode(self._held(), chunk, generation, self._between_steps):
-                generation.keep(start + index, group)
+                generation.keep(index, group)
 
     def _between_steps(self) -> None:
         if self._model is None:
@@ -156,18 +160,41 @@ def _cache(config: PretrainedConfig) -> DynamicCache:
     return cache
 
 
+class _Row(NamedTuple):
+    """A completion that is being decoded."""
+
+    prompt: int
+    """Index of its prompt in the generation."""
+    sibling: int
+    begun: Completion
+
+
 def _decode(
-    model: PreTrainedModel, prompts: Sequence[Prompt], generation: Generation, between_steps: Callable[[], None]
+    model: PreTrainedModel, indices: Sequence[int], generation: Generation, between_steps: Callable[[], None]
 ) -> Iterator[tuple[int, list[Completion]]]:
-    """Yield each prompt's index and completions when the last of them ends. Siblings share their prompt's pass."""
+    """Yield the index and the completions of each prompt when the last of them ends, and leave the unfinished ones.
+
+    Siblings share the pass over their prompt, unless completions are continued, which have different prefixes.
+    """
     num_samples, sampling, tokenizer = generation.num_samples, generation.sampling, generation.tokenizer
     device, eos = model.device, torch.tensor(generation.eos_ids(model.config), device=model.device)
-    longest = max(len(p.token_ids) for p in prompts)
-    tokens = torch.full((len(prompts), longest), tokenizer.pad_token_id, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for i, prompt in enumerate(prompts):  # padded on the left, so that all rows continue from the same column
-        tokens[i, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-        mask[i, longest - len(prompt.token_ids) :] = 1
+    groups = {index: generation.begun_of(index) for index in indices}
+    rows = [
+        _Row(index, sibling, begun)
+        for index, group in groups.items()
+        for sibling, begun in enumerate(group)
+        if begun.finish_reason is None
+    ]
+    has_begun = any(row.begun.token_ids for row in rows) or len(rows) < num_samples * len(indices)
+    prompts = {index: generation.prompts[index] for index in indices}
+    passed = rows if has_begun else rows[::num_samples]
+    prefixes = [prompts[row.prompt].token_ids + row.begun.token_ids for row in passed]
+    longest = max(len(prefix) for prefix in prefixes)
+    tokens = torch.full((len(prefixes), longest), tokenizer.pad_token_id, dtype=torch.int64)
+    mask = torch.zeros(len(prefixes), longest, dtype=torch.int64)
+    for i, prefix in enumerate(prefixes):  # padded on the left, so that all rows continue from the same column
+        tokens[i, longest - len(prefix) :] = torch.tensor(prefix)
+        mask[i, longest - len(prefix) :] = 1
     tokens, mask = tokens.to(device), mask.to(device)
     padded = bool((mask == 0).any())
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -179,36 +206,44 @@ def _decode(
         past_key_values=cache,
         logits_to_keep=1,
     )
-    logits = output.logits[:, -1].repeat_interleave(num_samples, 0)
-    cache.batch_repeat_interleave(num_samples)
-    mask = mask.repeat_interleave(num_samples, 0)
+    logits = output.logits[:, -1]
+    if not has_begun:
+        logits, mask = logits.repeat_interleave(num_samples, 0), mask.repeat_interleave(num_samples, 0)
+        cache.batch_repeat_interleave(num_samples)
     lengths = mask.sum(1)
-    all_tokens = torch.zeros(len(mask), sampling.max_tokens, dtype=torch.int64, device=device)
+    all_tokens = torch.zeros(len(rows), sampling.max_tokens, dtype=torch.int64, device=device)
     all_logprobs = torch.zeros_like(all_tokens, dtype=torch.float32)
-    ends_at = [(0, "")] * len(mask)  # length and finish reason of each row
-    unfinished = [num_samples] * len(prompts)
-    alive = torch.arange(len(mask), device=device)
-    is_open = torch.ones(len(mask), dtype=torch.bool, device=device)  # of the rows in alive
-    prompt_positions = torch.tensor([p.position for p in prompts], device=device).repeat_interleave(num_samples)
-    siblings = torch.arange(num_samples, device=device).repeat(len(prompts))
+    unfinished = Counter(row.prompt for row in rows)
+    alive = torch.arange(len(rows), device=device)
+    is_open = torch.ones(len(rows), dtype=torch.bool, device=device)  # of the rows in alive
+    prompt_positions = torch.tensor([prompts[row.prompt].position for row in rows], device=device)
+    siblings = torch.tensor([row.sibling for row in rows], device=device)
+    begun_lengths = torch.tensor([len(row.begun.token_ids) for row in rows], device=device)
+    most = sampling.max_tokens - begun_lengths  # tokens that each row may still have
 
-    for t in range(sampling.max_tokens):
+    def finish(row: int, length: int, reason: str | None) -> None:
+        """Set the completion of a row that has ``length`` new tokens."""
+        index, sibling, begun = rows[row]
+        new = all_tokens[row, :length].tolist(), all_logprobs[row, :length].tolist()
+        groups[index][sibling] = generation.completion(*new, reason, begun)
+
+    for t in range(int(most.max())):
         between_steps()
+        if generation.is_enough:
+            break
         if t % _BLOCK == 0:  # drawing for one token takes as long as for a block
-            ahead = torch.arange(t, min(t + _BLOCK, sampling.max_tokens), device=device)
+            ahead = begun_lengths[alive, None] + torch.arange(t, t + _BLOCK, device=device)
             uniform = stream_uniform(generation.seed, prompt_positions[alive, None], siblings[alive, None], ahead)
         drawn, logprobs = draw(logits.float(), sampling, uniform[:, t % _BLOCK])
         all_tokens[alive, t], all_logprobs[alive, t] = drawn, logprobs
-        stops = is_open & _stops(all_tokens[:, : t + 1], alive, sampling.stop or [], tokenizer, eos)
-        ends = is_open if t + 1 == sampling.max_tokens else stops
+        stops = is_open & _stops(all_tokens[:, : t + 1], alive, rows, sampling.stop or [], tokenizer, eos)
+        ends = is_open & (stops | (most[alive] == t + 1))
         for row, has_stopped in zip(alive[ends].tolist(), stops[ends].tolist(), strict=True):
-            ends_at[row] = t + 1, "stop" if has_stopped else "length"
-            index = row // num_samples
+            finish(row, t + 1, "stop" if has_stopped else "length")
+            index = rows[row].prompt
             unfinished[index] -= 1
             if unfinished[index] == 0:
-                rows = slice(index * num_samples, (index + 1) * num_samples)
-                columns = zip(all_tokens[rows].tolist(), all_logprobs[rows].tolist(), ends_at[rows], strict=True)
-                yield index, [generation.completion(ids[:n], ps[:n], reason) for ids, ps, (n, reason) in columns]
+                yield index, groups.pop(index)
         is_open = is_open & ~ends
         remaining = is_open.nonzero().squeeze(1)
         if not len(remaining):
@@ -225,6 +260,10 @@ def _decode(
             position_ids=lengths[:, None] + t,
             past_key_values=cache,
         ).logits[:, -1]
+    for row in alive[is_open].tolist():
+        finish(row, t, None)
+    for index, group in groups.items():
+        generation.leave(index, group)
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,11 +286,19 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def _stops(drawn: Tensor, alive: Tensor, stop: list[str], tokenizer: PreTrainedTokenizerBase, eos: Tensor) -> Tensor:
+def _stops(
+    drawn: Tensor,
+    alive: Tensor,
+    rows: Sequence[_Row],
+    stop: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    eos: Tensor,
+) -> Tensor:
     """Return which rows in ``alive`` end with the last token: an end of sequence, or the end of a stop string."""
     stops = torch.isin(drawn[alive, -1], eos)
     if stop:
         tail = 4 * max(len(s) for s in stop) + 4  # a character is at most four byte-level tokens
-        texts = [tokenizer.decode(tokens) for tokens in drawn[alive, -tail:].tolist()]
+        recent = zip(alive.tolist(), drawn[alive, -tail:].tolist(), strict=True)
+        texts = [tokenizer.decode([*rows[row].begun.token_ids, *tokens][-tail:]) for row, tokens in recent]
         stops |= torch.tensor([any(s in text for s in stop) for text in texts], device=stops.device)
     return stops

@@ -30,13 +30,15 @@ def _stream(seed: int, *key: Tensor | int) -> Tensor:
     return _mix(state)
 
 
-def stream_seed(seed: int, position: int) -> int:
+def stream_seed(seed: int, position: int, *key: int) -> int:
     """Return a seed of 62 bits for a prompt, whose siblings use consecutive seeds; seeds of two prompts are far apart.
+
+    A completion that is continued has the index of the sibling and the number of its tokens as ``key``.
 
     >>> stream_seed(0, 1) == stream_seed(0, 1), abs(stream_seed(0, 1) - stream_seed(0, 2)) > 1_000_000
     (True, True)
     """
-    return int(_shift_right(_stream(seed, position), 2))
+    return int(_shift_right(_stream(seed, position, *key), 2))
 
 
 def stream_uniform(seed: int, *key: Tensor | int) -> Tensor:

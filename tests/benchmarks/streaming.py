@@ -127,11 +127,10 @@ def launch(options: argparse.Namespace) -> None:
         compute_share=options.engine_share,
     )
     names = ("prompts", "group", "max_tokens", "micro_batches", "processes", "kv_cache_gib", "max_num_seqs", "note")
-    names += ("engine_share",)
+    settings = {name: getattr(options, name) for name in (*names, "engine_share")}
     shared = {
         "model": Path(options.model).name,
-        "settings": {name: getattr(options, name) for name in names}
-        | {"trainer_percentage": os.environ.get(MPS_SHARE)},
+        "settings": settings | {"trainer_percentage": os.environ.get(MPS_SHARE)},
         "commit": options.commit,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,

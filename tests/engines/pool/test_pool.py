@@ -93,9 +93,7 @@ def test_same_completions_as_one_engine(policy, pool, alone):
 
 def test_the_trainers_share_of_the_gpu_is_not_the_workers(monkeypatch):
     started = []
-    monkeypatch.setattr(
-        workers_module, "WorkerProcess", lambda engine, folder, environment: started.append(environment)
-    )
+    monkeypatch.setattr(workers_module, "WorkerProcess", lambda *arguments: started.append(arguments[-1]))
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "85")
     for share in (None, 0.3):
         workers = Workers(TransformersEngine(), 1, share)
