@@ -16,9 +16,10 @@ from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.checks import check_count, check_instance
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.difficulty import DifficultySampling
-from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, skip_validation
+from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, check_names, skip_validation
+from lgrpo.data.partial import PartialRollouts, checked_partial
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
-from lgrpo.data.prompts import Prompts, load_prompts
+from lgrpo.data.prompts import Prompts, check_room, load_prompts
 from lgrpo.data.sampler import DynamicSampling, RolloutSampler, check_not_truncated
 from lgrpo.data.schedule import RolloutSchedule, check_lags, checked_overlap
 from lgrpo.data.scorer import Scorer
@@ -50,6 +51,7 @@ class RolloutDataModule(L.LightningDataModule):
         behaviour_logprobs: Literal["engine", "policy"] = "engine",
         advantage: Advantage = GroupWhitened(),  # noqa: B008
         dynamic_sampling: DynamicSampling | None = None,
+        partial: bool | PartialRollouts = False,
         scoring: Scoring | None = Scoring(),  # noqa: B008
         evaluation: Evaluation = Evaluation(),  # noqa: B008
         benchmarks: dict[str, Benchmark] | None = None,
@@ -77,6 +79,7 @@ class RolloutDataModule(L.LightningDataModule):
                 behaviour policy (at v = 1, or for a whole cycle with ``generate_ahead``).
             advantage: Advantage, computed from the rewards of whole groups.
             dynamic_sampling: Resampling of groups whose rewards are all equal; by default they are kept.
+            partial: Whether a rollout ends when enough groups are whole, and long completions continue in the next one.
             scoring: Workers and limits of rewards that are not known to be harmless; null scores in this process.
             evaluation: Settings of the validation on the task.
             benchmarks: Other tasks to validate on, by name.
@@ -117,11 +120,11 @@ class RolloutDataModule(L.LightningDataModule):
         self.behaviour_logprobs: Literal["engine", "policy"] = behaviour_logprobs
         self.advantage = copy.deepcopy(advantage)  # the default is one object shared by all instances
         self.dynamic_sampling = dynamic_sampling
+        self.partial = checked_partial(partial, self.engine, behaviour_logprobs, dynamic_sampling is not None)
         self.scoring = scoring
         self.evaluation = evaluation
         self.benchmarks = benchmarks or {}
-        if bad := [name for name in self.benchmarks if not name or "/" in name]:
-            raise ValueError(f"data.benchmarks has {bad}: metrics are logged under the name, so it must have no slash")
+        check_names(self.benchmarks)
         self.lead = lead
         self.generate_ahead = generate_ahead
         self.overlap = checked_overlap(overlap, self.engine)
@@ -181,6 +184,7 @@ class RolloutDataModule(L.LightningDataModule):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             overlap=self.overlap,
+            partial=self.partial,
             on_stage=self._on_stage,
         )
         rollouts_per_epoch = self.num_rollouts or max(1, len(self.train_prompts) // self.num_prompts)
@@ -255,6 +259,7 @@ class RolloutDataModule(L.LightningDataModule):
             "data.shuffle": self.shuffle,
             "data.sampling": describe(self.sampling),
             "data.dynamic_sampling": describe(self.dynamic_sampling),
+            "data.partial": describe(self.partial),
             "data.generate_ahead": self.generate_ahead,
             "data.behaviour_logprobs": self.behaviour_logprobs,
         }
@@ -315,13 +320,8 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _prompts(self, task: Task, split: Split, sampling: Sampling) -> Prompts:
-        context = policy_owner(self._trainer).policy.context_length
-        if sampling.max_tokens >= context:
-            raise ValueError(
-                f"sampling.max_tokens is {sampling.max_tokens}, but prompt and completion together may have "
-                f"{context} tokens in this model"
-            )
-        is_training = split == "train"
+        context, is_training = policy_owner(self._trainer).policy.context_length, split == "train"
+        check_room(sampling.max_tokens, context)
         return load_prompts(
             task,
             split,

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -182,6 +183,12 @@ class Evaluator:
             failed=torch.tensor([[isinstance(score, FailedScore) for score in group] for group in scores]),
             final_answers=[[self.task.final_answer(c.text) for c in group] for group in groups],
         )
+
+
+def check_names(benchmarks: Mapping[str, Benchmark]) -> None:
+    """Raise an error if the name of a benchmark cannot be part of a metric's name."""
+    if bad := [name for name in benchmarks if not name or "/" in name]:
+        raise ValueError(f"data.benchmarks has {bad}: metrics are logged under the name, so it must have no slash")
 
 
 def skip_validation(trainer: L.Trainer, stage: str) -> None:

@@ -313,6 +313,15 @@ def row_weight(difficulty: DifficultySampling, split: Split, index: int, row: Ma
         raise ValueError(f"row {index} of the {split} set: {error}") from error
 
 
+def check_room(max_tokens: int, context: int) -> None:
+    """Raise an error if completions leave no room for a prompt in the model's context."""
+    if max_tokens >= context:
+        raise ValueError(
+            f"sampling.max_tokens is {max_tokens}, but prompt and completion together may have {context} tokens in "
+            "this model"
+        )
+
+
 def prompts_at(prompts: Prompts, positions: Sequence[int]) -> list[Prompt]:
     """Return the prompts at several positions."""
     return [prompts.at(position) for position in positions]

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.checks import check_count, check_range
 from lgrpo.data.collate import Group, as_rewards, collate_rollout, completions_of
+from lgrpo.data.partial import PartialRollouts, PartialSampler
 from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
-from lgrpo.engines.completions import OnGroup
+from lgrpo.engines.completions import Generation, OnGroup
 from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
@@ -65,6 +66,8 @@ class RolloutSampler:
     world_size: int
     overlap: bool
     """Whether it is called in the background, and delivers each rollout while later ones are being sampled."""
+    partial: PartialRollouts | None = None
+    """Settings of partial rollouts; None: a rollout waits for all of its groups."""
     on_stage: Callable[[Literal["generate", "score"]], None]
     started: float = field(default_factory=time.perf_counter)
     """Beginning of the fit, from which the clock of ``time/sampled_at`` counts."""
@@ -72,12 +75,23 @@ class RolloutSampler:
     def __post_init__(self) -> None:
         if self.dynamic is not None and self.prompts.is_streamed:
             raise ValueError("data.dynamic_sampling draws prompts from any position, which a streamed set cannot give")
+        if self.partial is not None and self.prompts.is_streamed:
+            raise ValueError("data.partial returns to prompts of earlier rollouts, which a streamed set cannot give")
         self.share = self.num_prompts // self.world_size
         self.first = self.rank * self.share
         self._seconds: dict[str, float] = {}
         self._busy = 0.0
         self._busy_since: float | None = None  # start of the engine's current call
         self._faults = self._engine_faults()
+        self._partial = None if self.partial is None else PartialSampler(self, self.partial)
+
+    def state_dict(self, rollout: int) -> dict[str, Any] | None:
+        """Return what sampling needs beside the position, if ``rollout`` was the last one: unfinished groups."""
+        return None if self._partial is None else self._partial.state_dict(rollout)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        if self._partial is not None:
+            self._partial.load_state_dict(state)
 
     def prepare_engine(self, num_rollouts: int) -> None:
         """Show the engine the prompts of a run, up to one pass, so that it can refuse what cannot work."""
@@ -90,9 +104,12 @@ class RolloutSampler:
         """Sample some rollouts in one call of the engine, and deliver them in order.
 
         If sampling overlaps with training, each is delivered as soon as it is whole. With dynamic sampling, whose
-        rounds need the engine, each rollout then has its own calls.
+        rounds need the engine, each rollout then has its own calls. A partial rollout always has its own call.
         """
-        if not self.overlap:
+        if self._partial is not None:
+            for rollout in rollouts:
+                self._sample_partial(rollout, deliver)
+        elif not self.overlap:
             self._sample_together(rollouts, deliver)
         elif self.dynamic is not None:
             for rollout in rollouts:
@@ -107,10 +124,21 @@ class RolloutSampler:
         since = self._busy_since
         return self._busy + (0.0 if since is None else time.perf_counter() - since)
 
+    def generate_part(self, generation: Generation) -> None:
+        """Have the engine sample a partial generation."""
+        with self._timed():
+            self.engine.generate_part(generation)
+
     def _generate(self, prompts: Sequence[Prompt], on_group: OnGroup) -> list[list[Completion]]:
+        with self._timed():
+            return self.engine.generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer, on_group)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add the time inside to the engine's busy seconds."""
         self._busy_since = start = time.perf_counter()
         try:
-            return self.engine.generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer, on_group)
+            yield
         finally:
             self._busy_since = None
             self._busy += time.perf_counter() - start
@@ -136,6 +164,22 @@ class RolloutSampler:
             if self.dynamic is not None:
                 batch.metrics["rollout/resampled_fraction"] = sum(num_resampled[own]) / self.share
             deliver(batch)
+
+    def _sample_partial(self, rollout: int, deliver: Deliver) -> None:
+        """Sample a rollout until it has enough whole groups, and deliver it."""
+        assert self._partial is not None
+        self.on_stage("generate")
+        start, busy = time.perf_counter(), self._busy
+        groups, metrics = self._partial.sample(rollout)
+        generate, total = self._busy - busy, time.perf_counter() - start
+        batch = self.collate(groups, rollout)
+        batch.metrics |= metrics | self.scorer.reward.report() | self.new_faults(1)
+        batch.metrics |= {
+            "time/generate": generate,
+            "time/score": total - generate,
+            "time/sampled_at": start + generate - self.started,
+        }
+        deliver(batch)
 
     def collate(self, groups: Sequence[Group], rollout: int) -> RolloutBatch:
         """Return the rollout of some groups, with the metrics of their scores."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import lightning as L
 import torch
@@ -25,6 +25,21 @@ from lgrpo.types import RolloutBatch
 
 Sample: TypeAlias = Callable[[range, Callable[[RolloutBatch], None]], None]
 """Function that samples and scores a range of rollouts, and passes them on in order."""
+
+
+class Sampler(Protocol):
+    """Samples rollouts, and may carry something from one to the next."""
+
+    def __call__(self, rollouts: range, deliver: Callable[[RolloutBatch], None]) -> None:
+        """Sample and score a range of rollouts, and pass them on in order."""
+
+    def state_dict(self, rollout: int) -> dict[str, Any] | None:
+        """Return what sampling needs to continue after a rollout."""
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore it."""
+
+
 MAX_BYTES = 8 * 2**30
 """Most memory of rollouts that wait to be trained on, if they are sampled in the background."""
 
@@ -45,28 +60,30 @@ class RolloutSchedule:
         self._queue = RolloutQueue(_not_reset, self._on_sampled, in_background=False)
         self._rollouts_per_epoch = 0
         self._ahead = 0
-        self._last_started = -1
+        self._last_started = self._last_released = -1
         self._cycle_end: int | None = 0
+        self._sampler: Sampler | None = None
 
     @property
     def is_sampled_early(self) -> bool:
         """Whether a rollout may have been sampled some time before it is trained on."""
         return self.lead > 0 or self.generate_ahead or self.overlap
 
-    def reset(self, trainer: L.Trainer, sample: Sample, rollouts_per_epoch: int, rollout_bytes: int) -> None:
+    def reset(self, trainer: L.Trainer, sampler: Sampler, rollouts_per_epoch: int, rollout_bytes: int) -> None:
         """Discard the rollouts of an earlier fit.
 
         Args:
             trainer: The Trainer.
-            sample: Function that samples and scores a range of rollouts.
+            sampler: Samples and scores rollouts.
             rollouts_per_epoch: Rollouts in a Lightning epoch.
             rollout_bytes: Most memory that a rollout takes, which limits how many are sampled ahead in the background.
         """
         self._queue.close()
-        self._queue = RolloutQueue(sample, self._on_sampled, self.overlap)
+        self._sampler = sampler
+        self._queue = RolloutQueue(sampler, self._on_sampled, self.overlap)
         self._rollouts_per_epoch = rollouts_per_epoch
         self._ahead = min(MAX_AHEAD, max(1, MAX_BYTES // (2 * rollout_bytes))) if self.generate_ahead else 0
-        self._last_started = trainer.global_step // self.reuse - 1
+        self._last_started = self._last_released = trainer.global_step // self.reuse - 1
 
     def get(self, trainer: L.Trainer, rollout: int) -> tuple[RolloutBatch, float]:
         """Return rollout k, waiting until it is sampled, and the seconds spent in its start hooks."""
@@ -83,6 +100,7 @@ class RolloutSchedule:
     def release(self, trainer: L.Trainer, rollout: int) -> None:
         """Drop rollout k, whose training begins, and sample more in the background if no sync comes before."""
         self._queue.drop(rollout)
+        self._last_released = rollout
         if self.overlap:
             ends = self._cycle_end, self.end_of_run(trainer)
             following = rollout_in_background(rollout, self.lead, *ends, self._queue.end, self._ahead)
@@ -105,11 +123,20 @@ class RolloutSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         self._queue.collect(raises=False)  # a checkpoint can be written after an error too
-        return {"queue": self._queue.state_dict(), "last_started": self._last_started, "cycle_end": self._cycle_end}
+        queue = self._queue.state_dict()
+        last_sampled = max([self._last_released, *(batch["rollout"] for batch in queue)])
+        return {
+            "queue": queue,
+            "last_started": self._last_started,
+            "cycle_end": self._cycle_end,
+            "sampler": self._sampler and self._sampler.state_dict(last_sampled),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last_started, self._cycle_end = state["last_started"], state["cycle_end"]
         self._queue.load_state_dict(state["queue"])
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state.get("sampler"))
 
     def end_of_run(self, trainer: L.Trainer) -> int:
         """Return the index of the first rollout that will not be trained on."""

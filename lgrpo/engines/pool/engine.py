@@ -90,6 +90,11 @@ class EnginePool(RolloutEngine):
     def faults(self) -> Faults:
         return self.budget.faults
 
+    @property
+    def can_continue(self) -> bool:  # type: ignore[override]
+        """Whether the engine of its processes can."""
+        return self.engine.can_continue
+
     def check_installed(self) -> None:
         self.engine.check_installed()
 
@@ -196,16 +201,17 @@ class EnginePool(RolloutEngine):
 
     def _answer(self, generation: Generation) -> None:
         """Deal prompts to the workers, and keep the groups as they arrive; finally raise if a worker failed."""
-        workers, unanswered = self._workers.running, generation.unanswered
+        workers, unanswered = self._workers.running, [] if generation.is_enough else generation.unanswered
         failure: EngineFailure | None = None
         busy: dict[Connection, WorkerProcess] = {}
         for number, worker in enumerate(workers[: len(unanswered)]):
             indices = unanswered[number :: len(workers)]
             prompts = [replace(generation.prompts[index], row={}) for index in indices]  # rows may not be picklable
             settings = generation.num_samples, generation.sampling, generation.seed, generation.version
+            begun = [generation.begun_of(index) for index in indices] if generation.is_partial else None
             try:
                 worker.set_tokenizer(generation.tokenizer, self.timeouts.sync)
-                worker.request("generate", prompts, indices, *settings, timeout=self.timeouts.generate)
+                worker.request("generate", prompts, indices, *settings, begun, timeout=self.timeouts.generate)
                 busy[worker.connection] = worker
             except EngineFailure as error:
                 failure = error
@@ -228,6 +234,11 @@ class EnginePool(RolloutEngine):
                         continue
                     if kind == "group":
                         generation.keep(*content)
+                        if generation.is_enough:
+                            for other in busy.values():
+                                other.stop_generation()
+                    elif kind == "unfinished":
+                        generation.leave(*content)
                     elif kind == "answer":
                         self.budget.add(content)
                         del busy[worker.connection]

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.base import RolloutEngine
-from lgrpo.engines.completions import Sampling
+from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.pool.cuda_buffers import MappedBuffers, write_file
 from lgrpo.engines.recovery import EngineError, Faults
@@ -98,10 +98,12 @@ class WorkerRequests:
         sampling: Sampling,
         seed: int,
         version: int,
+        begun: Sequence[list[Completion]] | None = None,
     ) -> Faults:
         """Send ``started``, then ``group`` with a prompt's index and completions as soon as these are sampled.
 
-        Returns the engine's faults in this generation.
+        With ``begun`` the generation is partial: it continues these completions, and at its end, or when it is stopped,
+        sends ``unfinished`` with those that are. Returns the engine's faults in this generation.
         """
         engine, before = self._engine, replace(self._engine.faults)
         if engine.state.version != version:
@@ -123,7 +125,15 @@ class WorkerRequests:
         try:
             self._is_interrupted, self._is_generating = False, True
             send("started", None)
-            engine.generate(prompts, num_samples, sampling, seed, self._tokenizer, send_group)
+            if begun is None:
+                engine.generate(prompts, num_samples, sampling, seed, self._tokenizer, send_group)
+            else:
+                settings = num_samples, sampling, seed, self._tokenizer, send_group
+                generation = Generation(prompts, *settings, *engine.require_weights(), is_partial=True)
+                generation.begun = dict(enumerate(begun))
+                engine.generate_part(generation)
+                for index, group in generation.unfinished.items():
+                    send("unfinished", (indices[index], group))
         finally:
             self._is_generating = False
         return engine.faults - before
@@ -141,6 +151,9 @@ class WorkerRequests:
     def serve(self, connection: Connection) -> None:
         """Serve the next request of a pipe."""
         name, arguments = connection.recv()
+        if name == "stop":
+            self._engine.stop()
+            return
         try:
             answer = "answer", getattr(self, name)(*arguments)
         except KeyboardInterrupt:

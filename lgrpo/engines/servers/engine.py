@@ -21,7 +21,8 @@ from lgrpo.engines.servers.launch import ServerLauncher
 from lgrpo.engines.servers.rank_zero import Weights
 from lgrpo.engines.servers.shared import SharedServers
 from lgrpo.engines.servers.transfer.settings import TransferSettings
-from lgrpo.engines.vllm.runtime import check_context_length, check_vllm_installed, request_fields
+from lgrpo.engines.vllm.requests import request_fields
+from lgrpo.engines.vllm.runtime import check_context_length, check_vllm_installed
 from lgrpo.functional import stream_seed
 from lgrpo.types import Completion, PolicyWeights, Prompt
 

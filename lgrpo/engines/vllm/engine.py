@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
 import torch
@@ -20,6 +19,7 @@ from lgrpo.engines.vllm.adapter import adapter_flags
 from lgrpo.engines.vllm.embedded import EmbeddedLLM
 from lgrpo.engines.vllm.layout import checksums, engine_layout
 from lgrpo.engines.vllm.loaders import AdapterLoader, WeightLoader, WholeLoader
+from lgrpo.engines.vllm.requests import Requests
 from lgrpo.engines.vllm.runtime import (
     WHOLE_PROMPTS,
     answer_all,
@@ -28,7 +28,6 @@ from lgrpo.engines.vllm.runtime import (
     first_line,
     import_vllm,
     isolated,
-    request_fields,
 )
 from lgrpo.functional import named_checksums, stream_seed
 from lgrpo.types import Adapter, PolicyWeights
@@ -43,6 +42,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     follows_precision = True
+    can_continue = True
 
     def __init__(
         self,
@@ -165,17 +165,11 @@ class VLLMEngine(RolloutEngine):
         if self._loader is None:
             raise EngineError(f"vLLM failed, and could not be rebuilt: {RESUME_ADVICE}")
         check_context_length(generation, self._loader.llm.llm.llm_engine.model_config.max_model_len)
-        requests = self._requests(generation)
-
-        def keep(index: int, output: Any) -> None:
-            answers = [(list(a.token_ids), a.logprobs.logprobs, a.finish_reason) for a in output.outputs]
-            generation.keep(index, [generation.completion(*answer) for answer in answers])
-
         self.budget.reset()
-        while unanswered := generation.unanswered:
+        while (unanswered := generation.unanswered) and not generation.is_enough:
             try:
                 first_seed = stream_seed(generation.seed, generation.prompts[unanswered[0]].position)
-                self._answer({index: requests[index] for index in unanswered}, keep, first_seed)
+                self._answer(Requests(generation, unanswered, self.held_config(), self._is_seeded), first_seed)
             except EngineFailure as failure:
                 self.budget.count_failure(failure)
             else:
@@ -250,34 +244,13 @@ class VLLMEngine(RolloutEngine):
             llm.manifest.compare(llm.on_model(lambda model: checksums(model, layout)))
         return llm
 
-    def _requests(self, generation: Generation) -> list[tuple[dict[str, Any], Any]]:
-        """Return each prompt, and its sampling parameters, as vLLM takes them."""
-        from vllm import SamplingParams
-
-        shared = request_fields(generation, self.held_config())
-        requests = []
-        for prompt in generation.prompts:
-            parameters = SamplingParams(
-                **shared,
-                seed=stream_seed(generation.seed, prompt.position) if self._is_seeded else None,
-                flat_logprobs=True,  # otherwise vLLM creates an object per token
-                detokenize=False,
-            )
-            inputs = {"prompt_token_ids": prompt.token_ids, "cache_salt": f"v{generation.version}"}
-            requests.append((inputs, parameters))
-        return requests
-
-    def _answer(
-        self, requests: Mapping[int, tuple[dict[str, Any], Any]], keep: Callable[[int, Any], None], seed: int
-    ) -> None:
+    def _answer(self, requests: Requests, seed: int) -> None:
         """Have vLLM answer requests; raise an ``EngineFailure`` if it fails."""
         assert self._loader is not None
         self._loader.llm.wake("weights", "kv_cache")
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else contextlib.nullcontext()
         with isolated(), stance:
-            answer_all(
-                self._loader.llm.llm, requests, keep, seed, self.timeouts.generate, self._loader.request, self.on_step
-            )
+            answer_all(self._loader.llm.llm, requests, seed, self.timeouts.generate, self._loader.request, self.on_step)
 
     def _rebuild(self, step: int, version: int) -> None:
         """Replace a failed vLLM by one with the same weights, read from the failed one and verified."""

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.recovery import EngineError, EngineFailure
+from lgrpo.engines.vllm.requests import Requests
 
 WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
 """Arguments for seeded requests on a CPU, whose generators cannot be rewound as chunked prefill requires."""
@@ -57,22 +58,6 @@ def check_context_length(generation: Generation, max_model_len: int) -> None:
             )
 
 
-def request_fields(generation: Generation, config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a request that do not depend on the prompt."""
-    sampling = generation.sampling
-    return {
-        "n": generation.num_samples,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "max_tokens": sampling.max_tokens,
-        "logprobs": 0,
-        "stop_token_ids": generation.stop_ids(config),
-    }
-
-
 def explain(error: Exception, config: PretrainedConfig) -> str:
     """Return why vLLM did not start, and what to do."""
     text, architecture = str(error), (config.architectures or [config.model_type])[0]
@@ -98,19 +83,18 @@ def first_line(error: BaseException) -> str:
 
 def answer_all(
     llm: Any,
-    requests: Mapping[int, tuple[dict[str, Any], Any]],
-    keep: Callable[[int, Any], None],
+    requests: Requests,
     seed: int,
     timeout: float,
     adapter: Any = None,
     on_step: Callable[[], None] | None = None,
 ) -> None:
-    """Step vLLM until all requests are answered. After an error vLLM has none of them left. Call it in ``isolated``.
+    """Step vLLM until all requests are answered, or enough of them. Afterwards, also after an error, vLLM has none of
+    them left. Call it in ``isolated``.
 
     Args:
         llm: A ``vllm.LLM``.
-        requests: Prompt and sampling parameters by an index.
-        keep: Called with the index and vLLM's output as soon as a request is finished.
+        requests: Requests of a generation.
         seed: Seed of the process's generators, from which requests without a seed draw: ``isolated`` restores them.
         timeout: Time limit in seconds.
         adapter: vLLM's request for the adapter to apply, if any.
@@ -118,29 +102,37 @@ def answer_all(
     """
     engine, finished = llm.llm_engine, 0
     deadline = time.monotonic() + timeout
-    inputs, parameters = zip(*requests.values(), strict=True)
+    inputs, parameters = requests.inputs, requests.parameters
     with without_garbage_collection():
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         try:
             names = llm.enqueue(list(inputs), list(parameters), adapter, use_tqdm=False)
-            indices = {name.split("-")[0]: index for name, index in zip(names, requests, strict=True)}
-            while engine.has_unfinished_requests():
+            numbers = {name.split("-")[0]: number for number, name in enumerate(names)}  # after it is a random part
+            while engine.has_unfinished_requests() and not requests.generation.is_enough:
                 if time.monotonic() > deadline:
                     left, total = engine.get_num_unfinished_requests(), sum(p.n for p in parameters)
                     raise EngineError(f"vLLM had {left} of {total} completions unfinished after {timeout:g} s")
                 for output in _step(engine):
                     if output.finished:
-                        keep(indices[output.request_id.split("-")[0]], output)  # after the dash is a random part
+                        requests.keep(numbers[output.request_id.split("-")[0]], output.outputs)
                         finished += 1
                 if on_step is not None:
                     on_step()
+            if engine.has_unfinished_requests():
+                states = engine.output_processor.request_states
+                for name, state in states.items():
+                    tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+                    requests.leave(numbers[name.split("-")[0]], list(tokens), list(logprobs.logprobs))
+                finished += len(states)
+                engine.abort_request(list(states), internal=True)
         except BaseException:  # the next generation would wait for the requests that are left
             with contextlib.suppress(Exception):  # a failed vLLM may raise again
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
-    if finished != len(requests):
-        raise EngineFailure(f"vLLM answered {finished} of {len(requests)} prompts")
+    if finished != len(inputs):
+        raise EngineFailure(f"vLLM answered {finished} of {len(inputs)} prompts")
+    requests.finish()
 
 
 def _step(engine: Any) -> list[Any]:

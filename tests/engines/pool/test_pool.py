@@ -65,7 +65,7 @@ class TestRejected:
             EnginePool(num_processes=0)
 
     def test_share_of_the_gpu(self):
-        with pytest.raises(ValueError, match="compute_share is 1.5"):
+        with pytest.raises(ValueError, match=r"compute_share is 1\.5"):
             EnginePool(compute_share=1.5)
 
     def test_no_weights(self, policy):

@@ -1,0 +1,95 @@
+"""The requests of a generation, as vLLM takes them, and what becomes of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from lgrpo.engines.completions import Generation
+from lgrpo.functional import stream_seed
+from lgrpo.types import Completion
+
+
+def request_fields(generation: Generation, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a request that do not depend on the prompt."""
+    sampling = generation.sampling
+    return {
+        "n": generation.num_samples,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_tokens,
+        "logprobs": 0,
+        "stop_token_ids": generation.stop_ids(config),
+    }
+
+
+class Requests:
+    """Requests for some prompts of a generation: one for each prompt, or for each completion of a partial one."""
+
+    def __init__(
+        self, generation: Generation, indices: Sequence[int], config: PretrainedConfig, is_seeded: bool
+    ) -> None:
+        self.generation = generation
+        self.inputs: list[dict[str, Any]] = []
+        self.parameters: list[Any] = []
+        self._is_seeded = is_seeded
+        self._shared = request_fields(generation, config)
+        self._asked: list[tuple[int, int]] = []  # prompt and sibling of each request
+        self._groups: dict[int, list[Completion]] = {}
+        """Groups of a partial generation that are not whole, with the completions that are finished by now."""
+        for index in indices:
+            if not generation.is_partial:
+                self._add(index, 0, [])
+                continue
+            self._groups[index] = group = generation.begun_of(index)
+            for sibling, begun in enumerate(group):
+                if begun.finish_reason is None:
+                    self._add(index, sibling, begun.token_ids)
+
+    def _add(self, index: int, sibling: int, begun: list[int]) -> None:
+        from vllm import SamplingParams
+
+        generation, prompt, fields = self.generation, self.generation.prompts[index], dict(self._shared)
+        if generation.is_partial:
+            fields |= {"n": 1, "max_tokens": fields["max_tokens"] - len(begun)}
+        # a sibling of a new prompt has the seed that vLLM would give it; a continued one must not repeat its draws
+        key = (sibling, len(begun)) if begun else ()
+        seed = stream_seed(generation.seed, prompt.position, *key) + (0 if begun else sibling)
+        self.inputs.append({"prompt_token_ids": prompt.token_ids + begun, "cache_salt": f"v{generation.version}"})
+        self.parameters.append(
+            SamplingParams(
+                **fields,
+                seed=seed if self._is_seeded else None,
+                flat_logprobs=True,  # otherwise vLLM creates an object per token
+                detokenize=False,
+            )
+        )
+        self._asked.append((index, sibling))
+
+    def keep(self, number: int, outputs: Sequence[Any]) -> None:
+        """Take vLLM's answer to a request; a group is passed on when it is whole."""
+        answers = [(list(a.token_ids), a.logprobs.logprobs, a.finish_reason) for a in outputs]
+        generation, (index, sibling) = self.generation, self._asked[number]
+        if not generation.is_partial:
+            generation.keep(index, [generation.completion(*answer) for answer in answers])
+            return
+        group = self._groups[index]
+        group[sibling] = generation.completion(*answers[0], group[sibling])
+        if all(completion.finish_reason is not None for completion in group):
+            generation.keep(index, self._groups.pop(index))
+
+    def leave(self, number: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """Take the tokens of a completion that is not finished."""
+        index, sibling = self._asked[number]
+        group = self._groups[index]
+        group[sibling] = self.generation.completion(token_ids, logprobs, None, group[sibling])
+
+    def finish(self) -> None:
+        """Pass on the groups that are not whole."""
+        for index, group in self._groups.items():
+            self.generation.leave(index, group)
