@@ -9,8 +9,10 @@ import torch
 
 from lgrpo import Prompt, Sampling, TransformersEngine
 from lgrpo.engines import NoWeightsError, WeightSyncError
+from lgrpo.engines.completions import Generation
 from lgrpo.engines.transformers import draw
 from lgrpo.types import PolicyWeights
+from tests.engines.partial import check_continued
 from tests.helpers import tiny_policy
 
 
@@ -199,3 +201,31 @@ def test_different_model_is_rejected(engine):
 def test_bad_sampling(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("max_sequences", [512, 6])
+def test_continued_completions(policy, engine, max_sequences):
+    engine.max_sequences = max_sequences
+    check_continued(engine, policy, prompts(policy, *TEXTS, "1>", "23>"), tolerance=1e-5)
+
+
+def test_stop_strings_across_a_continuation(policy, engine):
+    """A stop string that began before the completion was left ends it."""
+    questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=20)
+    text = engine.generate(questions[:1], 4, sampling, 7, policy.tokenizer)[0][0].text
+    sampling = Sampling(max_tokens=20, stop=[text[3:6]])
+    whole = engine.generate(questions[:1], 4, sampling, 7, policy.tokenizer)
+    begun, tokenizer = {}, policy.tokenizer
+    for _ in range(25):  # one token at a time
+        part = Generation(questions[:1], 4, sampling, 7, tokenizer, None, *engine.require_weights())
+        part.begun, part.is_partial = begun, True
+        count = iter(range(2))
+        engine.on_step = lambda part=part, count=count: setattr(part, "is_stopped", next(count) > 0)
+        engine.generate_part(part)
+        if part.groups:
+            break
+        begun = part.unfinished
+    engine.on_step = None
+    assert as_ids([part.groups[0]]) == as_ids(whole)
+    assert [c.text for c in part.groups[0]] == [c.text for c in whole[0]]
+    assert whole[0][0].finish_reason == "stop"

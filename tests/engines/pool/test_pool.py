@@ -22,6 +22,7 @@ from lgrpo.engines.pool.workers import Workers
 from lgrpo.types import PolicyWeights
 from tests.engines.conftest import build_policy
 from tests.engines.faulty import Distorted
+from tests.engines.partial import check_continued
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
 from tests.helpers import fit, largest_difference
 
@@ -100,6 +101,10 @@ def test_the_trainers_share_of_the_gpu_is_not_the_workers(monkeypatch):
         workers.start()
         shutil.rmtree(workers.folder)
     assert [environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for environment in started] == [None, "30"]
+
+
+def test_continued_completions(policy, pool):
+    check_continued(pool, policy, prompts(policy, *TEXTS, "1>", "23>", "456>", "78>"), TOLERANCE)
 
 
 def test_rows_are_not_sent(policy, pool, alone):
@@ -475,6 +480,7 @@ def test_vllm_in_two_processes(policy):
         pool.load_weights(other.weights(), step=1)
         groups = ask(pool, policy)
         assert mismatch(other, questions, groups) <= TOLERANCE
+        check_continued(pool, other, prompts(policy, *TEXTS, "1>", "23>", "456>", "78>"), TOLERANCE)
         pool._workers.running[0].kill()
         with pytest.warns(UserWarning, match="recovering"):
             assert as_ids(ask(pool, policy)) == as_ids(groups)

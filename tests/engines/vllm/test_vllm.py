@@ -17,6 +17,7 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.engines import EngineError, NoWeightsError, VLLMEngine, WeightSyncError
 from lgrpo.engines.vllm.runtime import explain
 from lgrpo.types import RECORDED, PolicyWeights
+from tests.engines.partial import check_continued
 from tests.helpers import MODEL, fit, largest_difference, tiny_policy
 
 pytest.importorskip("vllm")
@@ -141,6 +142,10 @@ def test_samples_do_not_depend_on_batch_or_order(policy, engine):
     assert together == backwards == alone
     assert together != as_ids(engine.generate(questions, 4, sampling, 8, policy.tokenizer))
     assert len({tuple(ids) for ids in together[1]}) > 1
+
+
+def test_continued_completions(policy, engine):
+    check_continued(engine, policy, prompts(policy, *TEXTS, LONG), TOLERANCE)
 
 
 def test_copies_of_a_prompt_draw_from_different_streams(policy, engine):
