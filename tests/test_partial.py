@@ -173,8 +173,8 @@ class TestRejected:
 
     @pytest.mark.parametrize(
         ("settings", "message"),
-        [({"max_spans": 0}, r"partial\.max_spans is 0"), ({"extra_prompts": 0}, r"partial\.extra_prompts is 0")],
+        [({"max_spans": 0}, "max_spans is 0"), ({"extra_prompts": 0}, "extra_prompts is 0")],
     )
     def test_numbers(self, settings, message):
-        with pytest.raises(ValueError, match=message):
-            PartialRollouts(**settings)
+        with pytest.raises(ValueError, match=rf"data\.partial\.{message}"):
+            build(data={"partial": PartialRollouts(**settings)})

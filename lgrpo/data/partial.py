@@ -35,10 +35,6 @@ class PartialRollouts:
     at_limit: Literal["finish", "drop"] = "finish"
     """Treatment of a group at that limit: a rollout waits for it, or it is dropped if it is not whole then."""
 
-    def __post_init__(self) -> None:
-        check_count("partial.extra_prompts", self.extra_prompts, at_least=1, reason="otherwise no group can be left")
-        check_count("partial.max_spans", self.max_spans, at_least=1, reason="a group has at least one version")
-
 
 def checked_partial(
     partial: bool | PartialRollouts, engine: RolloutEngine, behaviour_logprobs: str, has_dynamic_sampling: bool
@@ -46,6 +42,10 @@ def checked_partial(
     """Return the settings of partial rollouts, None if they are off; raise an error if something cannot be partial."""
     if partial is False:
         return None
+    settings = PartialRollouts() if partial is True else partial
+    extra = settings.extra_prompts
+    check_count("data.partial.extra_prompts", extra, at_least=1, reason="without further groups, all are waited for")
+    check_count("data.partial.max_spans", settings.max_spans, at_least=1, reason="a group has at least one version")
     if not engine.can_continue:
         raise ValueError(
             f"data.partial is set, but {type(engine).__name__} cannot continue completions from their tokens: use "
@@ -58,7 +58,7 @@ def checked_partial(
         )
     if has_dynamic_sampling:
         raise ValueError("data.partial and data.dynamic_sampling are both set: a partial rollout is not resampled")
-    return PartialRollouts() if partial is True else partial
+    return settings
 
 
 @dataclass(kw_only=True)

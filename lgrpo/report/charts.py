@@ -144,12 +144,13 @@ SECTIONS = {
     "Rollouts": [
         Chart(
             title="Shares of completions",
-            note="In groups whose rewards are all equal; with a loss; cut at the length limit; sampled again.",
+            note="In groups whose rewards are all equal; with a loss; cut at the length limit; sampled again; sampled from several versions.",
             lines={
                 "rollout/zero_variance_fraction": "zero variance",
                 "rollout/live_fraction": "live",
                 "rollout/truncated_fraction": "truncated",
                 "rollout/resampled_fraction": "resampled",
+                "rollout/continued_fraction": "continued",
             },
             axis_min=0,
         ),

@@ -48,6 +48,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "v=2": {"v": 2, "generate_ahead": True},
     "v=2, overlap": {"v": 2, "generate_ahead": True, "overlap": True},
     "v=1, lead 1, overlap": {"v": 1, "lead": 1, "overlap": True},
+    "v=1, partial": {"v": 1, "partial": True},
+    "v=10, overlap, partial": {"v": 10, "overlap": True, "partial": True},
 }
 
 
@@ -70,6 +72,7 @@ class Clock(RolloutCallback):
             self.rollouts[-1] |= {
                 name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")
             }
+            self.rollouts[-1]["continued"] = metrics.get("rollout/continued_fraction", 0.0)
 
 
 def measure(
@@ -109,6 +112,8 @@ def measure(
         "generate": mean("generate"),
         "wait": mean("wait"),
         "sync": mean("sync"),
+        "longest": mean("longest"),
+        "continued": mean("continued"),
     }
 
 
