@@ -144,7 +144,7 @@ SECTIONS = {
     "Rollouts": [
         Chart(
             title="Shares of completions",
-            note="In groups whose rewards are all equal; with a loss; cut at the length limit; sampled again; of several versions.",
+            note="In groups of equal rewards; with a loss; cut at the length limit; sampled again; continued.",
             lines={
                 "rollout/zero_variance_fraction": "zero variance",
                 "rollout/live_fraction": "live",
