@@ -19,7 +19,7 @@ from lgrpo.data.difficulty import DifficultySampling
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, check_names, skip_validation
 from lgrpo.data.partial import PartialRollouts, checked_partial
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
-from lgrpo.data.prompts import Prompts, check_room, load_prompts
+from lgrpo.data.prompts import Prompts, check_max_tokens, load_prompts
 from lgrpo.data.sampler import DynamicSampling, RolloutSampler, check_not_truncated
 from lgrpo.data.schedule import RolloutSchedule, check_lags, checked_overlap
 from lgrpo.data.scorer import Scorer
@@ -321,7 +321,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _prompts(self, task: Task, split: Split, sampling: Sampling) -> Prompts:
         context, is_training = policy_owner(self._trainer).policy.context_length, split == "train"
-        check_room(sampling.max_tokens, context)
+        check_max_tokens(sampling.max_tokens, context)
         return load_prompts(
             task,
             split,

@@ -313,8 +313,8 @@ def row_weight(difficulty: DifficultySampling, split: Split, index: int, row: Ma
         raise ValueError(f"row {index} of the {split} set: {error}") from error
 
 
-def check_room(max_tokens: int, context: int) -> None:
-    """Raise an error if completions leave no room for a prompt in the model's context."""
+def check_max_tokens(max_tokens: int, context: int) -> None:
+    """Raise an error if a completion may fill the whole context of the model."""
     if max_tokens >= context:
         raise ValueError(
             f"sampling.max_tokens is {max_tokens}, but prompt and completion together may have {context} tokens in "
