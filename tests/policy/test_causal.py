@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -451,6 +453,27 @@ class TestAgainstPaddedRows:
         for shape in [(8, 14, 4), (20, 25, 5), (9, 11, 3), (6, 17, 2), (32, 31, 8)]:
             check(*shape)
         assert graphs["unique_graphs"] == before + 1
+
+    @pytest.mark.slow("compiles")
+    def test_a_later_run_of_the_process_compiles_nothing(self):
+        """The code is kept when the first policy is gone, for other weights, losses and optimizers."""
+        graphs, counts = torch._dynamo.utils.counters["stats"], []
+        for seed, i, optimizer in ((0, 1, torch.optim.SGD), (1, 1, torch.optim.AdamW), (2, 2, torch.optim.AdamW)):
+            run = fit(
+                policy=tiny_policy(config=MODEL | {"num_hidden_layers": 2}, compile=True),
+                seed=seed,
+                i=i,
+                loss=ClippedLoss(clip_low=0.1 + 0.1 * seed),
+                optimizer=optimizer,
+                trainer={"precision": "bf16-mixed"},
+            )
+            counts.append(graphs["unique_graphs"])
+            gone = weakref.ref(run.module.policy.model)
+            del run
+            gc.collect()
+            assert gone() is None
+        assert counts[0] > 0
+        assert len(set(counts)) == 1
 
     @pytest.mark.slow("compiles")
     def test_compiled_layers_keep_part_of_their_activations(self):

@@ -37,7 +37,13 @@ POOL = [
     "--data.engine.engine=lgrpo.engines.TransformersEngine",
     "--data.engine.num_processes=2",
 ]
-VLLM = ["--data.engine=lgrpo.engines.VLLMEngine", "--data.engine.max_model_len=32"]
+VLLM = [
+    "--data.engine=lgrpo.engines.VLLMEngine",
+    "--data.engine.max_model_len=48",
+    '--data.engine.options={"block_size": 32}',
+    f"--data.task.template.prompt={{question}}{'>' * 32}",  # longer than a block of the prefix cache
+    "--data.shuffle=false",  # both runs begin with the same prompts
+]
 OTHER = ["--seed_everything=5", "--data.reuse=2", "--weight_sync.period=1", "--model.optimizer.init_args.lr=1e-3"]
 OTHER += ["--model.loss.clip_high=0.4"]
 KEPT, CLOSED = "The engine of the previous run continues", "The engine of the previous run was closed"
