@@ -5,15 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from docstring_parser.attrdoc import AttributeDocstrings
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # A background job of a shell ignores SIGINT, and so would every process that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The tests parse hundreds of command lines, and half of that is reading the source of the same classes.
+read_attributes = cache(partial(AttributeDocstrings.get_attr_docs, AttributeDocstrings()))
+AttributeDocstrings.get_attr_docs = lambda self, component: read_attributes(component)
 
 
 @pytest.fixture(autouse=True)

@@ -25,9 +25,10 @@ from lgrpo.cli import is_user_error
 from lgrpo.engines import EngineError, EnginePool, NoWeightsError, VLLMEngine, VLLMServerEngine
 from lgrpo.losses import BehaviourForwardKL, ComposedLoss, ConstantSum
 from lgrpo.policy.strategy import check_strategy
-from lgrpo.rewards import BatchReward, Reward
+from lgrpo.rewards import Reward
 from lgrpo.tasks import SortDigits
 from tests.helpers import build, fit, largest_difference, tiny_policy
+from tests.rewards.hostile import TooFew
 
 
 @pytest.mark.parametrize(
@@ -97,11 +98,6 @@ def returns(value):
             return value
 
     return Odd()
-
-
-class TooFew(BatchReward):
-    def __call__(self, prompts, completions):
-        return [1.0] * (len(completions) - 1)
 
 
 @pytest.mark.parametrize(

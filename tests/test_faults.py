@@ -62,14 +62,15 @@ SMALL = [
 ]
 
 
-def test_killed_at_every_kind_of_moment():
+@pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.slow("starts eight attempts at a run"))])
+def test_killed_at_every_kind_of_moment(kills):
     """A shorter ``make chaos``. It runs in a separate process because it forks, and threads do not survive a fork."""
-    options = ["--engine", "embedded", "--kills", "6", "--per-trial", "6", "--seed", "21"]
+    options = ["--engine", "embedded", "--kills", str(kills), "--per-trial", "6", "--seed", "21"]
     command = [sys.executable, "-m", "tests.stress.chaos", *options]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical results" in done.stdout
-    assert int(done.stdout.split("killed ")[1].split()[0]) >= 5
+    assert int(done.stdout.split("killed ")[1].split()[0]) >= kills - 1
 
 
 class Poison(L.Callback):
@@ -402,7 +403,7 @@ def test_a_policy_sharded_over_two_processes(tmp_path, kind):
             main(["consolidate", str(folder), str(tmp_path / "two.ckpt")])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow("starts two ranks"))])
 def test_a_killed_rank_ends_the_other(rank):
     """The surviving rank is not in a collective, where it would notice; RankWatch must end it."""
     command = [sys.executable, "-m", "tests.processes.two_deaths", str(rank)]

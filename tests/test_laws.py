@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from lgrpo.engines import EngineError
 from lgrpo.losses import PolicyLogprobs, SequenceMean, TokenMean
 from lgrpo.recordings import Recording
 from tests.helpers import a_batch, build, fit, largest_difference
+from tests.processes import two_processes
 
 
 class TestLag:
@@ -254,33 +256,28 @@ class TestSameGradient:
             for a, b in zip(whole, gradients(m), strict=True):
                 assert largest_difference(a, b) <= 1e-5
 
-    def test_several_processes(self, tmp_path):
-        """DDP over two and four ranks samples the same completions and steps to the same weights as one process."""
-        results = {}
-        for devices in (1, 2, 4):
-            out = tmp_path / f"{devices}.pt"
-            command = [sys.executable, "-m", "tests.processes.two_processes", str(devices), str(out)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-            assert done.returncode == 0, done.stdout + done.stderr
-            results[devices] = torch.load(out)
-        one = results[1]
+    @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow("starts four ranks"))])
+    def test_several_processes(self, tmp_path, devices):
+        """DDP over two or four ranks samples the same completions and steps to the same weights as one process."""
+        outs = [tmp_path / "one.pt", tmp_path / "several.pt"]
+        two_processes.main(1, str(outs[0]))
+        command = [sys.executable, "-m", "tests.processes.two_processes", str(devices), str(outs[1])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        one, several = map(torch.load, outs)
         assert largest_difference(one["weights"], one["initial"]) > 1e-4
-        recorded = {devices: Recording.read(f"{tmp_path}/{devices}.pt-rollouts").table for devices in results}
-        for devices in (2, 4):
-            several = results[devices]
-            assert several["world_size"] == devices
-            assert largest_difference(one["weights"], several["weights"]) <= 1e-5
-            assert len(one["logged"]) == len(several["logged"]) == 6
-            for a, b in zip(one["logged"], several["logged"], strict=True):
-                names = ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag")
-                for name in (*names, "train/grad_norm", "train/outside_band_fraction"):
-                    assert a[name] == pytest.approx(b[name], abs=1e-5), name
-            assert one["val/pass@1"] == pytest.approx(several["val/pass@1"], abs=1e-6)
-            assert (
-                len(list((tmp_path / f"{devices}.pt-rollouts").iterdir())) == 3 * devices
-            )  # one file per rank and rollout
-            for name in ("rollout", "position", "sibling", "token_ids", "reward", "behaviour_step"):
-                assert recorded[1][name].to_pylist() == recorded[devices][name].to_pylist(), name
+        assert several["world_size"] == devices
+        assert largest_difference(one["weights"], several["weights"]) <= 1e-5
+        assert len(one["logged"]) == len(several["logged"]) == 6
+        for a, b in zip(one["logged"], several["logged"], strict=True):
+            names = ("rollout/reward", "train/loss", "train/ratio_max", "train/kl_reference", "train/lag")
+            for name in (*names, "train/grad_norm", "train/outside_band_fraction"):
+                assert a[name] == pytest.approx(b[name], abs=1e-5), name
+        assert one["val/pass@1"] == pytest.approx(several["val/pass@1"], abs=1e-6)
+        assert len(list(Path(f"{outs[1]}-rollouts").iterdir())) == 3 * devices, "one file per rank and rollout"
+        recorded = [Recording.read(f"{out}-rollouts").table for out in outs]
+        for name in ("rollout", "position", "sibling", "token_ids", "reward", "behaviour_step"):
+            assert recorded[0][name].to_pylist() == recorded[1][name].to_pylist(), name
 
     def test_shuffled_siblings(self, monkeypatch):
         """Permute the rows of every group before the rollout is split into micro-batches."""

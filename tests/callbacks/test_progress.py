@@ -152,7 +152,10 @@ def test_an_error_restores_the_terminal(monkeypatch):
     assert raw.rstrip().endswith("\x1b[?25h")
 
 
-def test_the_command_in_a_terminal_and_enable_progress_bar(tmp_path):
+@pytest.mark.parametrize(
+    ("flag", "is_shown"), [("true", True), pytest.param("false", False, marks=pytest.mark.slow("starts the command"))]
+)
+def test_the_command_in_a_terminal_and_enable_progress_bar(tmp_path, flag, is_shown):
     config = Path(__file__).parents[2] / "configs" / "tiny.yaml"
     options = [
         f"--config={config}",
@@ -160,16 +163,15 @@ def test_the_command_in_a_terminal_and_enable_progress_bar(tmp_path):
         "--trainer.max_epochs=1",
         "--data.evaluation.num_problems=8",
     ]
-    for flag, is_shown in (("true", True), ("false", False)):
-        terminal = Terminal(100)
-        command = [str(Path(sys.executable).parent / "lgrpo"), "fit", *options, f"--run={flag}"]
-        command.append(f"--trainer.enable_progress_bar={flag}")
-        environment = {**os.environ, "TERM": "xterm"}
-        ends = {"stdin": terminal.follower, "stdout": terminal.follower, "stderr": terminal.follower}
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, **ends)
-        code = process.wait(300)
-        raw = terminal.end()
-        assert code == 0, raw
-        assert ("4/4 rollouts" in raw, "validate" in raw, "tokens/s" in raw) == (is_shown,) * 3
-        assert "reward" not in raw or is_shown
-        assert any(line.startswith("pass@1 0.") for line in terminal.screen())
+    terminal = Terminal(100)
+    command = [str(Path(sys.executable).parent / "lgrpo"), "fit", *options, f"--run={flag}"]
+    command.append(f"--trainer.enable_progress_bar={flag}")
+    environment = {**os.environ, "TERM": "xterm"}
+    ends = {"stdin": terminal.follower, "stdout": terminal.follower, "stderr": terminal.follower}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **ends)
+    code = process.wait(300)
+    raw = terminal.end()
+    assert code == 0, raw
+    assert ("4/4 rollouts" in raw, "validate" in raw, "tokens/s" in raw) == (is_shown,) * 3
+    assert "reward" not in raw or is_shown
+    assert any(line.startswith("pass@1 0.") for line in terminal.screen())

@@ -19,7 +19,7 @@ from lgrpo.data.scorer import Scorer
 from lgrpo.rewards import NOT_YET, Isolated, MathVerify, Reward, Scoring, WeightedSum
 from lgrpo.tasks import SortDigits
 from tests.helpers import LowDigits, a_batch, fit, largest_difference, tiny_policy
-from tests.rewards.hostile import Fussy
+from tests.rewards.hostile import Fussy, LateThenFails
 
 
 def sort_digits(reward):
@@ -41,22 +41,6 @@ class Late(Reward):
         self.asked[key] = self.asked.get(key, 0) + 1
         is_late = prompt.position % self.every == 0 and self.asked[key] <= self.patience
         return NOT_YET if is_late else LowDigits().score(prompt, completion)
-
-
-class LateThenFails(Reward):
-    """Runs in a worker: scores of the first prompt are late and then fail; the others succeed."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def score(self, prompt, completion):
-        if prompt.position == 0:
-            path = self.folder / str(hash(tuple(completion.token_ids)))
-            if path.exists():
-                raise ValueError("unknown")
-            path.touch()
-            return NOT_YET
-        return len(completion.token_ids) / 6
 
 
 class LateByRollout(Reward):

@@ -20,8 +20,7 @@ class WholeRolloutAdvantage(Advantage):
         return adaptive(scores) + DropNegatives()(scores)
 
 
-def main() -> None:
-    devices, out = int(sys.argv[1]), sys.argv[2]
+def main(devices: int, out: str, num_prompts: int = 4) -> None:
     trainer = {"devices": devices, "accumulate_grad_batches": 2, "limit_val_batches": 1.0}
     if devices > 1:
         trainer["strategy"] = "ddp"
@@ -34,7 +33,7 @@ def main() -> None:
         trainer=trainer,
         data={
             "evaluation": Evaluation(success_reward=0.5),
-            "num_prompts": int(sys.argv[3]) if sys.argv[3:] else 4,
+            "num_prompts": num_prompts,
             "advantage": WholeRolloutAdvantage(),
             "dynamic_sampling": DynamicSampling(max_rounds=2, tolerance=0.3),
         },
@@ -53,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 from lgrpo.rewards import NOT_YET, AsyncReward, BatchReward, Reward, Score
@@ -138,6 +139,13 @@ class Siblings(BatchReward):
         return [float(len(completions))] * len(completions)
 
 
+class TooFew(BatchReward):
+    """One reward less than completions."""
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        return [1.0] * (len(completions) - 1)
+
+
 class Waiting(AsyncReward):
     """Sleeps before it scores; hangs, blocks the event loop or raises for completions that say so."""
 
@@ -161,6 +169,22 @@ class Waiting(AsyncReward):
         await asyncio.sleep(0.5)
         self.waiting -= 1
         return float(len(completion.text))
+
+
+class LateThenFails(Reward):
+    """Scores of the first prompt are late and then fail; the others succeed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        if prompt.position == 0:
+            path = self.folder / str(hash(tuple(completion.token_ids)))
+            if path.exists():
+                raise ValueError("unknown")
+            path.touch()
+            return NOT_YET
+        return len(completion.token_ids) / 6
 
 
 class Hoarding(Reward):

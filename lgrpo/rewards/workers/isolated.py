@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import final
 
-from lightning.pytorch.utilities import rank_zero_info
-
 from lgrpo.rewards.base import AsyncReward, BatchReward, FailedScore, Reward, Score, WrappedReward
 from lgrpo.rewards.workers.fork_server import Scoring
 from lgrpo.rewards.workers.pool import ScoringError, WorkerPool
@@ -69,6 +67,8 @@ class Isolated(WrappedReward):
             if self._pool is None:
                 count = self.scoring.num_workers
                 name = type(self.reward).__name__
+                from lightning.pytorch.utilities import rank_zero_info  # here, because workers import this module
+
                 rank_zero_info(f"Starting {count} reward worker{'s' * (count > 1)} for {name}.")
                 self._pool = WorkerPool(self.reward, self.scoring)
             return self._pool

@@ -20,7 +20,6 @@ from lgrpo import Completion, Prompt
 from lgrpo.data import Evaluation
 from lgrpo.rewards import NOT_YET, FailedScore, Isolated, NumericMatch, Scoring
 from lgrpo.rewards.workers import fork_server
-from lgrpo.rewards.workers import isolated as isolated_module
 from lgrpo.tasks import SortDigits
 from tests.helpers import fit
 from tests.processes.alive import child_of, is_running, until_all_ended
@@ -83,10 +82,18 @@ def test_failure_affects_only_its_own_completion(isolated, text, kind, why):
     assert kinds(score(isolated, "a", "bb")) == {}  # later scores succeed
 
 
+def test_workers_start_without_heavy_imports():
+    """A process that imports torch takes seconds to start."""
+    heavy = {"torch", "lightning", "transformers"}
+    code = f"import sys, lgrpo.rewards.workers.worker; print({heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
 def test_the_start_of_workers_is_announced(monkeypatch):
     reward = Isolated(NumericMatch(), Scoring(num_workers=1))
     messages = []
-    monkeypatch.setattr(isolated_module, "rank_zero_info", messages.append)
+    monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_info", messages.append)
     score(reward, "1", "2")
     score(reward, "1")
     reward.close()
