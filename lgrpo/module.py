@@ -22,10 +22,10 @@ from lgrpo.hooks import rollout_callbacks, rollout_owner
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
 from lgrpo.policy import CausalPolicy
-from lgrpo.policy.checkpoint import drop_omitted_weights, restore_omitted_weights
+from lgrpo.policy.checkpoint import InitialReference, drop_omitted_weights, restore_omitted_weights
 from lgrpo.policy.memory import check_memory, used_memory
 from lgrpo.policy.reference import Reference, ReferenceLogprobs, make_reference
-from lgrpo.policy.strategy import check_precision, check_strategy, clip_gradients, compute_dtype, shard
+from lgrpo.policy.strategy import check_precision, check_strategy, clip_gradients, compute_dtype, is_sharding, shard
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.loggers import StepLog, log_evaluation, tolerate_failures
 from lgrpo.run.resume import ResumeSettings, check_policy, describe, load_state, save_state
@@ -56,6 +56,7 @@ class GRPOModule(L.LightningModule):
         check_function("scheduler", scheduler, "lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer)")
         self.policy = policy
         self.reference: Reference | None = None
+        self._initial_reference = InitialReference()
         self.loss = copy.deepcopy(loss)  # the default is one object that all modules share
         self.optimizer, self.scheduler = optimizer, scheduler
         self.step_metrics, self.amplifications = StepMetrics(), Amplifications()
@@ -100,6 +101,7 @@ class GRPOModule(L.LightningModule):
         if self.reference is None:
             raise RuntimeError("there is no reference to refresh: the loss has no KL term (kl_coef is 0)")
         self._reference_logprobs.clear()
+        self._initial_reference.forget()
         self.reference.update_from(self.policy, decay)
         self.amplifications.on_reference_refresh(self.global_step, copied=decay == 0)
 
@@ -110,9 +112,12 @@ class GRPOModule(L.LightningModule):
     # Lightning's hooks
 
     def configure_model(self) -> None:
+        is_new = not self.policy.is_built
         self.policy.build()
         if self.loss.needs_reference and self.reference is None and self._is_fitting:
             self.reference = make_reference(self.policy)
+            can_be_loaded = self.policy.name is not None and self.policy.lora is None
+            self._initial_reference.start(is_new and can_be_loaded and not is_sharding(self.trainer.strategy))
         self.policy, self.reference = shard(self.policy, self.reference, self.trainer.strategy, self.device_mesh)
 
     def configure_optimizers(self) -> Any:
@@ -131,6 +136,7 @@ class GRPOModule(L.LightningModule):
             check_precision(self.trainer)
 
     def on_fit_start(self) -> None:
+        self._initial_reference.note(self.reference)
         check_memory(self.policy, self.trainer, rollout_owner(self.trainer).micro_batch_tokens)
 
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
@@ -203,8 +209,10 @@ class GRPOModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         proximal = gather_ranks(self.trainer, self.proximal.state_dict())
-        save_state(checkpoint, self._resume_settings(), scores=self.amplifications.scores(), proximal=proximal)
         drop_omitted_weights(checkpoint, self.policy)
+        initial = self._initial_reference.drop(checkpoint, self.reference)
+        state = {"scores": self.amplifications.scores(), "proximal": proximal, "initial_reference": initial}
+        save_state(checkpoint, self._resume_settings(), **state)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not self._is_fitting:
@@ -216,6 +224,8 @@ class GRPOModule(L.LightningModule):
             self.proximal.load_state_dict(state["proximal"][self.trainer.global_rank])
         else:
             self._loaded_step = checkpoint["global_step"]
+        checksum = checkpoint.get("grpo", {}).get("initial_reference")
+        self._initial_reference.restore(checkpoint, checksum, self.policy, self.reference)
 
     @property
     def _is_fitting(self) -> bool:

@@ -85,6 +85,21 @@ def test_your_own_model_and_data(your_own, tmp_path):
     assert [step for step, _ in read_series(tmp_path / "validated")["val/pass@1"]] == [0, 1]
 
 
+def test_a_run_whose_checkpoints_omit_the_reference(your_own, tmp_path, capsys):
+    """The commands that read a checkpoint load the reference, if they need it, with the model."""
+    run, own = tmp_path / "run", [*your_own, "--model.loss.kl_coef=0.1", "--data.task.num_held_out=4"]
+    main(["fit", *own, f"--run={run}"])
+    last = run / "checkpoints" / "last.ckpt"
+    first = torch.load(last, weights_only=True)
+    assert all(name.startswith("policy.") for name in first["state_dict"])
+    main(["fit", *own, f"--run={run}", "--trainer.max_epochs=2", "--ckpt_path=last"])
+    assert torch.load(last, weights_only=True)["global_step"] == 2 * first["global_step"]
+    main(["export", str(last), str(tmp_path / "exported")])
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    main(["validate", *own, f"--ckpt_path={last}"])
+    assert "val/pass@1" in capsys.readouterr().out
+
+
 def test_your_own_without_model_or_data(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--config=your_own", f"--run={tmp_path / 'run'}"])

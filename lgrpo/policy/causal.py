@@ -141,18 +141,16 @@ class CausalPolicy(nn.Module):
         """The largest number of tokens, prompt and completion together, that the model supports."""
         return self.config.get_text_config().max_position_embeddings
 
+    @property
+    def is_built(self) -> bool:
+        """Whether the weights are loaded or initialised."""
+        return "model" in self._modules
+
     def build(self) -> None:
         """Load or initialise the weights. Does nothing the second time."""
-        if "model" in self._modules:
+        if self.is_built:
             return
-        self.model = load_model(
-            self.name,
-            self.config,
-            self.tokenizer,
-            dtype=self.dtype,
-            attn_implementation=PACKED if self.attention == "packed" else self.attention,
-            trust_remote_code=self.trust_remote_code,
-        )
+        self.model = self._load()
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         check_logits(self.model)
@@ -164,6 +162,16 @@ class CausalPolicy(nn.Module):
         if self.compile_layers:
             for layer in self._layers:
                 layer.compile(dynamic=True, backend=ActivationBudgetBackend(self.activation_memory))
+
+    def _load(self) -> PreTrainedModel:
+        return load_model(
+            self.name,
+            self.config,
+            self.tokenizer,
+            dtype=self.dtype,
+            attn_implementation=PACKED if self.attention == "packed" else self.attention,
+            trust_remote_code=self.trust_remote_code,
+        )
 
     def train(self, mode: bool = True) -> CausalPolicy:
         return super().train(mode and not self.is_frozen)
@@ -246,6 +254,10 @@ class CausalPolicy(nn.Module):
         if self.lora is None or self.name is None or isinstance(self, FSDPModule):
             return {}
         return {name: w for name, w in self.state_dict(prefix=prefix).items() if adapters.is_base(name)}
+
+    def source_state(self) -> dict[str, Tensor]:
+        """Return the ``state_dict`` of a new policy with the same settings, loaded again by ``name``; without LoRA."""
+        return {f"model.{name}": weight for name, weight in self._load().state_dict().items()}
 
     @torch.no_grad()
     def update_from(self, policy: CausalPolicy, decay: float) -> None:

@@ -123,7 +123,11 @@ def load_model(
         if key.endswith(("dropout", "pdrop", "dropout_prob")):
             setattr(config, key, 0.0)
     if name is not None:
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, **options)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, config=config, **options)
+        except OSError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise FileNotFoundError(f"the weights of policy.name {name!r} cannot be loaded: {reason}") from error
     else:
         model = AutoModelForCausalLM.from_config(config, **options)
     model.config.eos_token_id = eos_token_ids(model, tokenizer)

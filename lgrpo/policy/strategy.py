@@ -22,6 +22,11 @@ COMPUTE_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Compute dtype by ``trainer.precision``, where it differs from the dtype of the weights."""
 
 
+def is_sharding(strategy: Strategy) -> bool:
+    """Return whether a strategy shards the weights over processes."""
+    return isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
+
+
 def shard(
     policy: CausalPolicy, reference: Reference | None, strategy: Strategy, mesh: DeviceMesh | None
 ) -> tuple[CausalPolicy, Reference | None]:
