@@ -489,6 +489,7 @@ class TestAgainstPaddedRows:
         assert torch._functorch.config.activation_memory_budget == 1.0, "other compiled code is not affected"
         assert self.both(activation_memory=0.3)[1].activation_memory == 1.0, "without compilation all are kept"
 
+    @pytest.mark.slow("compiles")
     def test_activation_memory_with_gradient_checkpointing(self):
         plain, compiled = self.both(compile=True, activation_memory=0.3, gradient_checkpointing=True)
         batch = a_rollout()

@@ -28,7 +28,9 @@ def policy():
     return policy
 
 
-@pytest.fixture(scope="module", params=[VLLMEngine, VLLMServerEngine])
+@pytest.fixture(
+    scope="module", params=[VLLMEngine, pytest.param(VLLMServerEngine, marks=pytest.mark.slow("starts a server"))]
+)
 def engine(policy, request):
     engine = request.param(timeouts=Timeouts(generate=60))
     engine.load_weights(policy.weights(), 0)
