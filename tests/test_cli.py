@@ -162,6 +162,18 @@ def test_the_last_line(finished):
     assert "Warning" not in done.stderr, done.stderr
 
 
+def test_the_size_of_a_checkpoint(finished, capsys):
+    """The log has that of the file, and the plan nearly the same."""
+    run, done = finished
+    size = (run / "checkpoints" / "last.ckpt").stat().st_size / 2**20
+    lines = re.findall(r"Wrote .*/checkpoints/step=(\d+)\.ckpt: ([\d.]+) MiB in \d+\.\d s\.", done.stderr)
+    assert [int(step) for step, _ in lines] == [3, 6]
+    assert float(lines[-1][1]) == pytest.approx(size, abs=0.051)
+    main(["plan", *with_base("demo.yaml"), *QUICK])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoint")]
+    assert float(row.split("about ")[1].split()[0]) == pytest.approx(size, rel=0.1)
+
+
 def test_the_page_explains_exactly_the_logged_metrics(finished):
     run, _ = finished
     page = (CONFIGS.parent / "tutorials" / "pages" / "metrics.md").read_text(encoding="utf-8")

@@ -21,8 +21,8 @@ def main(args: list[str]) -> None:
         "plan",
         "No weights and no data are loaded. The table has one row each for the schedule (v and i), one rollout, one "
         "optimizer step, its micro-batches, the syncs, the lags that occur, one epoch, the whole run, groups whose "
-        "rewards are all equal, what overlaps, the policy, and the memory of the trainer. All options of lgrpo fit are "
-        "accepted.",
+        "rewards are all equal, what overlaps, the policy, the memory of the trainer, and a checkpoint. All options of "
+        "lgrpo fit are accepted.",
         "lgrpo plan --config configs/demo.yaml --weight_sync.period 5",
     )
     parser.usage = "%(prog)s [-h] [options of lgrpo fit]"

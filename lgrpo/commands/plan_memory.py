@@ -13,8 +13,9 @@ from lgrpo.commands.settings import policy_from_settings
 from lgrpo.data.schedule import checked_overlap
 from lgrpo.engines import RolloutEngine, TransformersEngine
 from lgrpo.policy import LoRA, add_adapter
-from lgrpo.policy.memory import activation_bytes, format_bytes, logit_bytes
+from lgrpo.policy.memory import activation_bytes, logit_bytes
 from lgrpo.policy.strategy import COMPUTE_DTYPES
+from lgrpo.run.sizes import format_bytes
 
 
 def memory_rows(config: Namespace, tokens: float) -> list[tuple[str, str]]:
@@ -29,13 +30,23 @@ def memory_rows(config: Namespace, tokens: float) -> list[tuple[str, str]]:
     bytes_each = 2 if settings["dtype"] == "bfloat16" else 4
     trained_bytes = 4 if policy.lora else bytes_each  # adapters are float32; their reference is a copy of them
     optimizer, state = _optimizer_state(config.model.optimizer.class_path, trained_bytes)
+    copies, engine_bytes = _engine_copies(config, num_parameters, bytes_each)
     held = {
         "weights": bytes_each * num_parameters,
         "adapters": trained_bytes * num_trained if policy.lora else 0,
         "gradients": trained_bytes * num_trained,
         optimizer: state * num_trained,
         "reference": trained_bytes * num_trained * _needs_reference(config.model.loss),
-        **_engine_bytes(config, num_parameters, bytes_each),
+        "engine's copy" if copies == 1 else f"engines' {copies} copies": copies * engine_bytes,
+    }
+    has_base = policy.lora is None or policy.name is None  # otherwise a checkpoint has the adapters only
+    is_merged = policy.lora is None or _engine_class(config) is TransformersEngine
+    stored = {
+        "weights": held["weights"] * has_base,
+        "adapters": held["adapters"],
+        optimizer: held[optimizer],
+        "reference": held["reference"] * (policy.name is None or policy.lora is not None or _changes_reference(config)),
+        "behaviour policy": (engine_bytes if is_merged else held["adapters"]) * _stores_behaviour(config),
     }
     text = architecture.get_text_config()
     computed_bytes = 2 if "bf16" in str(config.trainer.precision) else 4
@@ -43,32 +54,63 @@ def memory_rows(config: Namespace, tokens: float) -> list[tuple[str, str]]:
         architecture, tokens, computed_bytes, settings["gradient_checkpointing"], policy.activation_memory
     )
     logits = logit_bytes(architecture, tokens, settings["chunk_size"])
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
     adapters = "" if policy.lora is None else f", none trained, and {num_trained:,} trained ones in adapters"
     return [
         ("policy", f"{num_parameters:,} parameters, {text.model_type}, {settings['dtype']}{adapters}"),
-        ("memory, held", f"{format_bytes(sum(held.values()))}: {parts}"),
+        ("memory, held", _sum(held)),
         (
             "memory, in a step",
             f"about {format_bytes(activations + logits)} at worst: activations {format_bytes(activations)}, logits "
             f"{format_bytes(logits)} (prompts not counted)",
         ),
+        ("checkpoint", f"about {_sum(stored)} (rollouts not counted)"),
     ]
+
+
+def _sum(parts: dict[str, float]) -> str:
+    """Return the sum of sizes, and each of them.
+
+    >>> _sum({"weights": 2**30, "reference": 0, "AdamW": 2**31})
+    '3.0 GiB: weights 1.0 GiB, AdamW 2.0 GiB'
+    """
+    shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    return f"{format_bytes(sum(parts.values()))}: {shown}"
+
+
+def _changes_reference(config: Namespace) -> bool:
+    """Return whether the reference becomes another model than that of ``policy.name``."""
+    callbacks = config.trainer.callbacks or []
+    paths = [callback.class_path for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
+    return config.reference_refresh is not None or any(path.endswith("SupervisedWarmStart") for path in paths)
+
+
+def _stores_behaviour(config: Namespace) -> bool:
+    """Return whether a checkpoint may fall between rollouts that are sampled from the same weights."""
+    sync = config.weight_sync.init_args if config.weight_sync else Namespace()
+    return sync.get("period") != 1 or config.data.lead > 0
 
 
 def overlapping_engine(config: Namespace) -> type[RolloutEngine] | None:
     """Return the class of the engine if it samples while the trainer updates; raise an error if it cannot."""
-    engine = config.data.engine
-    while engine is not None and "engine" in engine.init_args and "num_processes" not in engine.init_args:
-        engine = engine.init_args.engine  # of a ReplayEngine
-    engine_class: Any = TransformersEngine if engine is None else locate(engine.class_path)
+    engine_class = _engine_class(config)
     if checked_overlap(config.data.overlap, engine_class):
         return engine_class
     return None
 
 
-def _engine_bytes(config: Namespace, num_parameters: int, bytes_each: int) -> dict[str, int]:
-    """Return the bytes of the engine's copies of the weights; ``bytes_each`` is the size of the policy's elements."""
+def _engine_class(config: Namespace) -> Any:
+    """Return the class of the engine that samples."""
+    engine = config.data.engine
+    while engine is not None and "engine" in engine.init_args and "num_processes" not in engine.init_args:
+        engine = engine.init_args.engine  # of a ReplayEngine
+    return TransformersEngine if engine is None else locate(engine.class_path)
+
+
+def _engine_copies(config: Namespace, num_parameters: int, bytes_each: int) -> tuple[int, int]:
+    """Return the number of the engine's copies of the weights and the bytes of one.
+
+    ``bytes_each`` is the size of the policy's elements.
+    """
     engine = config.data.engine or Namespace(class_path="lgrpo.engines.TransformersEngine", init_args=Namespace())
     copies = 1
     if "num_processes" in engine.init_args:
@@ -80,8 +122,7 @@ def _engine_bytes(config: Namespace, num_parameters: int, bytes_each: int) -> di
         bytes_each = getattr(torch, dtype).itemsize
     elif engine_class.follows_precision and config.trainer.accelerator != "cpu":
         bytes_each = min(bytes_each, COMPUTE_DTYPES.get(str(config.trainer.precision), torch.float32).itemsize)
-    name = "engine's copy" if copies == 1 else f"engines' {copies} copies"
-    return {name: copies * bytes_each * num_parameters}
+    return copies, bytes_each * num_parameters
 
 
 def _optimizer_state(class_path: str, bytes_each: int) -> tuple[str, float]:

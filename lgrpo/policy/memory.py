@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from lgrpo.policy.causal import CausalPolicy
+from lgrpo.run.sizes import format_bytes
 
 
 def activation_bytes(
@@ -91,12 +92,3 @@ def check_token_budget(budget: int, required: Callable[[float], float], state: f
             f"beside {format_bytes(state)} of gradients and optimizer, and {format_bytes(free)} are free: about "
             f"{fitting:,} tokens fit. Lower it, set policy.gradient_checkpointing, or lower policy.chunk_size"
         )
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a size with its unit.
-
-    >>> format_bytes(3 * 2**29)
-    '1.5 GiB'
-    """
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 import warnings
 import zipfile
 from pathlib import Path
@@ -16,6 +17,9 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
+
+from lgrpo.run.sizes import format_bytes
 
 PART = ".part"
 """Suffix of a checkpoint that is being written."""
@@ -53,9 +57,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path = Path(path)
         part = path.with_name(path.name + PART)
         now, written, self._written = moment(checkpoint), self._written, None
+        started, is_link = time.perf_counter(), False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if written is None or written[0] != now or not _linked(written[1], part):
+            is_link = written is not None and written[0] == now and _linked(written[1], part)
+            if not is_link:
                 with part.open("wb") as file:
                     torch.save(checkpoint, file)
                     file.flush()
@@ -77,6 +83,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         else:
             self.failed, self._written = None, (now, path)
+            if not is_link:
+                rank_zero_info(written_line(path, time.perf_counter() - started))
             for stand_in in self._stand_ins.pop(path, set()) - {path}:
                 super().remove_checkpoint(stand_in)
 
@@ -118,6 +126,12 @@ def moment(checkpoint: dict[str, Any]) -> Any:
     return sorted(checkpoint), checkpoint.get("global_step"), repr(checkpoint.get("loops")), tensors, queues, callbacks
 
 
+def written_line(path: Path, seconds: float) -> str:
+    """Return a line for the log: a checkpoint with its size and the time that it took."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return f"Wrote {path}: {format_bytes(sum(file.stat().st_size for file in files))} in {seconds:.1f} s."
+
+
 def _linked(source: Path, target: Path) -> bool:
     """Make a hard link; return False if the source is gone or the file system has no links."""
     try:
@@ -153,7 +167,7 @@ def write_shards_atomically(strategy: Strategy) -> None:
 
     def save_and_rename(checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Let every rank write into a folder beside the target, and rename it when all have finished."""
-        part = f"{filepath}{PART}"
+        part, started = f"{filepath}{PART}", time.perf_counter()
         if strategy.is_global_zero:
             for left in (part, f"{filepath}.old{PART}"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -169,6 +183,7 @@ def write_shards_atomically(strategy: Strategy) -> None:
             os.replace(part, target)
             flush_folder(Path(filepath).parent)
             shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+            rank_zero_info(written_line(target, time.perf_counter() - started))
         strategy.barrier()
 
     strategy.save_checkpoint = save_and_rename  # type: ignore[method-assign]

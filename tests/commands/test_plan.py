@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lgrpo.cli import main
+from tests.helpers import tiny_policy
 from tests.test_cli import CONFIGS, with_base
 
 
@@ -89,6 +90,25 @@ def test_on_policy_offline_and_no_reference(capsys):
     assert plan(capsys, dapo)["zero-variance groups"].startswith("sampled again with other prompts, 4 times")
     rows = plan(capsys, "--weight_sync.period=null")
     assert rows["sync"] == "before the first rollout only"
+
+
+def test_the_parts_of_a_checkpoint(capsys, tmp_path):
+    assert "behaviour policy" in plan(capsys)["checkpoint"]
+    assert "behaviour policy" in plan(capsys, "--weight_sync.period=1", "--data.lead=1")["checkpoint"]
+    assert "behaviour policy" not in plan(capsys, "--weight_sync.period=1")["checkpoint"]
+    policy = tiny_policy()
+    policy.build()
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    named = [f"--model.policy.name={tmp_path}", "--model.policy.config=null", "--model.policy.characters=null"]
+    initial = ["--reference_refresh=null", "--trainer.callbacks=null"]
+    lora = "--model.policy.lora.rank=4"
+    assert "reference" in plan(capsys, *initial)["checkpoint"], "made from a config, it cannot be loaded"
+    assert "reference" in plan(capsys, *named)["checkpoint"]
+    assert "reference" in plan(capsys, *named, "--reference_refresh=null")["checkpoint"], "after the warm start"
+    assert "reference" not in plan(capsys, *named, *initial)["checkpoint"]
+    adapted = plan(capsys, *named, *initial, lora)["checkpoint"]
+    assert ("weights" in adapted, "adapters" in adapted, "reference" in adapted) == (False, True, True)
 
 
 def test_rollouts_in_one_call(capsys):
