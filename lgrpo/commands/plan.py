@@ -79,6 +79,10 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         if (engine := overlapping_engine(config)) is not None:
             rows.append(("overlap", _overlap(sync, data.lead) + _shared_memory(engine.has_own_device)))
         rows += memory_rows(config, rows_each * longest)
+    if data.partial:
+        extra = getattr(data.partial, "extra_prompts", None) or max(1, data.num_prompts // 4)
+        text = f"a rollout ends when {data.num_prompts} of {data.num_prompts + extra} groups are whole (data.partial)"
+        rows.insert(2, ("partial rollouts", text))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -120,6 +120,14 @@ def test_rollouts_in_one_call(capsys):
     assert adaptive["rollout"].endswith("; one in each call, because the next sync is not known in advance")
 
 
+def test_partial(capsys):
+    assert "partial rollouts" not in plan(capsys)
+    for option, count in (("--data.partial=true", 40), ("--data.partial.extra_prompts=5", 37)):
+        found = plan(capsys, option, "--data.num_prompts=32")["partial rollouts"]
+        assert found == f"a rollout ends when 32 of {count} groups are whole (data.partial)"
+    assert "partial rollouts" in plan(capsys, f"--config={CONFIGS / 'partial.yaml'}")
+
+
 def test_overlap(capsys):
     on, both = "--data.overlap=true", "engine and trainer need their memory at the same time"
     assert "overlap" not in plan(capsys)

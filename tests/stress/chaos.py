@@ -1,8 +1,9 @@
 """Kill runs repeatedly, with SIGKILL at random moments of every stage, and compare them with undisturbed runs.
 
 ``python -m tests.stress.chaos`` (``make chaos``). Each trial draws its settings: sync period v, passes i,
-micro-batches, epochs, lead, ``generate_ahead`` and ``overlap``. Its run is killed several times, from the first epoch
-to the last, resumed each time with the same settings, and compared with a run of these settings that was not killed.
+micro-batches, epochs, lead, ``generate_ahead``, ``overlap`` and ``partial``. Its run is killed several times, from the
+first epoch to the last, resumed each time with the same settings, and compared with a run of these settings that was
+not killed.
 
 Each attempt is a separate process, forked from one that has finished its imports.
 """
@@ -75,6 +76,7 @@ class Trial:
     lead: int
     generate_ahead: bool
     overlap: bool
+    partial: bool
 
     @classmethod
     def draw(cls, engine: Engine, rng: random.Random) -> Trial:
@@ -88,6 +90,7 @@ class Trial:
             lead=rng.choice([0, 0, 1, 2]),
             generate_ahead=rng.choice([False, True]),
             overlap=engine != "vllm" and rng.choice([False, True]),
+            partial=engine == "embedded" and rng.choice([False, True]),  # a pool's choice of groups depends on time
         )
 
     @property
@@ -108,6 +111,7 @@ class Trial:
             f"--data.lead={self.lead}",
             f"--data.generate_ahead={str(self.generate_ahead).lower()}",
             f"--data.overlap={str(self.overlap).lower()}",
+            f"--data.partial={str(self.partial).lower()}",
             f"--weight_sync.period={'null' if self.period is None else self.period}",
             f"--trainer.accumulate_grad_batches={self.micro_batches}",
             "--reference_refresh.period=3",
