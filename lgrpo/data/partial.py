@@ -135,6 +135,7 @@ class PartialSampler:
         left = {asked[index]: group for index, group in generation.unfinished.items()} | choice.surplus
         self._after[rollout] = GroupsInProgress(num_begun=new.stop, groups=dict(sorted(left.items())))
         self._after = {k: progress for k, progress in self._after.items() if k > rollout - 2 * MAX_AHEAD - 2}
+        sampler.on_stage("score")
         found = choice.result(prompts)
         completions = [completion for group in found for completion in group.completions]
         return found, {
