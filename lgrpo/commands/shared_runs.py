@@ -119,7 +119,9 @@ def _torch_settings() -> Iterator[None]:
     dtype, threads, anomaly = torch.get_default_dtype(), torch.get_num_threads(), torch.is_anomaly_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, matmul = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    benchmark, matmul = torch.backends.cudnn.benchmark, None
+    with contextlib.suppress(RuntimeError):  # torch cannot name a precision that was set through its newer interface
+        matmul = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
@@ -128,7 +130,8 @@ def _torch_settings() -> Iterator[None]:
         torch.autograd.set_detect_anomaly(anomaly)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.backends.cudnn.benchmark = benchmark
-        torch.set_float32_matmul_precision(matmul)
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
 
 
 def finish_loggers() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from lgrpo.cli import main
 from lgrpo.commands.engine_keeper import engine_settings
 from lgrpo.commands.settings import parse_settings
 from lgrpo.sweep.workers import SeparateProcesses, SharedWorkers
@@ -196,6 +197,18 @@ def test_settings_that_an_engine_depends_on():
     ):
         assert settings(*arguments) != same
     assert settings(*POOL, *OTHER) == settings(*POOL)
+
+
+@pytest.mark.slow("starts several runs")
+def test_two_jobs_have_an_engine_each(tmp_path, capsys, monkeypatch):
+    settings = dict(setting.removeprefix("--").split("=") for setting in QUICK)
+    grid = {"configs": [CONFIG.removeprefix("--config=")], "settings": settings, "grid": {"data.reuse": [1, 2]}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid | {"seeds": [0, 1]}))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    main(["sweep", str(tmp_path / "grid.yaml"), f"--out={tmp_path / 'out'}", "--jobs=2", "--share-engines"])
+    assert capsys.readouterr().out.count("finished in") == 4
+    logs = [path.read_text() for path in (tmp_path / "out").rglob("seed-*.log")]
+    assert sum(KEPT in log for log in logs) == 2
 
 
 @pytest.mark.slow("starts several runs")
