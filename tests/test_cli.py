@@ -180,6 +180,7 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     explained = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     logged = {re.sub(r"@\d+(_stderr)?$", r"@k\1", name) for name in read_series(run)}
     only_sometimes = {"rollout/resampled_fraction", "val/maj@k"}  # with dynamic sampling; with more than two samples
+    only_sometimes |= {name for name in explained if name.startswith("train/distance_lag_")}  # lags that occur
     only_sometimes |= {"rollout/recorded_fraction"}  # with ReplayEngine
     only_sometimes |= {f"rollout/{name}" for name in ("continued_fraction", "unfinished_groups", "dropped_groups")}
     only_sometimes |= {f"rollout/late_{kind}" for kind in ("waiting", "joined", "dropped")}  # if rewards are late

@@ -8,6 +8,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from lgrpo.functional import expected_gain, has_reward_variance, improvement_terms, standard_error
+from lgrpo.metrics.step import LAG_BUCKETS, LAG_EDGES
 
 ON_VARIED = ("s", "coefficient", "surrogate", "bound")
 """Terms that divide by s. They are averaged over the prompts whose rewards differ: s means nothing for others."""
@@ -112,9 +113,6 @@ class CalibrationMetrics(Metric):
         return metrics | {f"{name}_stderr": standard_error(value) for name, value in values.items()}
 
 
-LAG_BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-")
-
-
 class LagHistogram(Metric):
     """Fraction of completions that trained at each lag, in buckets of doubling width.
 
@@ -135,8 +133,7 @@ class LagHistogram(Metric):
     @torch.no_grad()
     def update(self, lags: Tensor) -> None:
         """Add completions by their lags, in optimizer steps."""
-        edges = torch.tensor([1, 2, 4, 8, 16, 32], device=lags.device)
-        buckets = torch.bucketize(lags, edges, right=True)
+        buckets = torch.bucketize(lags, torch.tensor(LAG_EDGES, device=lags.device), right=True)
         self.counts += buckets.bincount(minlength=len(LAG_BUCKETS)).to(self.counts)
 
     def compute(self) -> dict[str, Tensor]:

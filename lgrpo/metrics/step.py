@@ -28,6 +28,10 @@ SUMS = (
     "mismatch",
 )
 """Names of the entries of ``StepMetrics.sums``. A count of tokens or sequences is the divisor of some of the others."""
+LAG_BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-")
+"""Names of ranges of lags, of doubling width."""
+LAG_EDGES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""First lags of all ranges but the first."""
 MAXIMA = ("ratio", "negative_ratio", "lag", "mismatch", "mismatch_p99")
 """Names of the entries of ``StepMetrics.maxima``."""
 
@@ -38,15 +42,18 @@ class StepMetrics(Metric):
     full_state_update = False
 
     sums: Tensor
-    """The entries of ``SUMS``, then the bins of a histogram of the ratio."""
+    """The entries of ``SUMS``, then the bins of a histogram of the ratio, then |log π_θ/π_α| and number of the live
+    tokens in each range of lags."""
     maxima: Tensor
     edges: Tensor
+    lag_edges: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         edges = bin_edges()
         self.register_buffer("edges", edges, persistent=False)
-        size = len(SUMS) + len(edges) + 1
+        size = len(SUMS) + len(edges) + 1 + 2 * len(LAG_BUCKETS)
+        self.register_buffer("lag_edges", torch.tensor(LAG_EDGES), persistent=False)
         self.add_state("sums", default=torch.zeros(size, dtype=torch.float64), dist_reduce_fx="sum")
         lowest = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64)
         self.add_state("maxima", default=lowest, dist_reduce_fx="max")
@@ -104,7 +111,8 @@ class StepMetrics(Metric):
             "mismatch": _where(is_fresh, mismatch).sum(),
         }
         named = torch.stack([sums[name].double() for name in SUMS])
-        self.sums += torch.cat([named, bin_counts(self.edges, ratio, has_ratio)])
+        by_lag = self._by_lag(lag, known_log_ratio.abs(), is_known & ~token_lag.isnan())
+        self.sums += torch.cat([named, bin_counts(self.edges, ratio, has_ratio), *by_lag])
         maxima = {
             "ratio": _max(has_ratio, ratio),
             "negative_ratio": _max(has_ratio, -ratio),
@@ -114,9 +122,19 @@ class StepMetrics(Metric):
         }
         self.maxima = torch.maximum(self.maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
+    def _by_lag(self, lag: Tensor, values: Tensor, mask: Tensor) -> list[Tensor]:
+        """Return the sum of values inside a mask, and their number, for each range of lags."""
+        if lag.ndim == 1:
+            values, mask = torch.where(mask, values, 0.0).sum(1), mask.sum(1)
+        else:
+            values = torch.where(mask, values, 0.0)
+        buckets = torch.bucketize(lag.nan_to_num(0.0), self.lag_edges, right=True).flatten()
+        nothing = torch.zeros(len(LAG_BUCKETS), dtype=torch.float64, device=lag.device)
+        return [nothing.scatter_add(0, buckets, summed.flatten().double()) for summed in (values, mask)]
+
     def compute(self) -> dict[str, float]:
         sums = self.sums.tolist()
-        total, counts = dict(zip(SUMS, sums, strict=False)), sums[len(SUMS) :]
+        total, (counts, distances, numbers) = dict(zip(SUMS, sums, strict=False)), _parts(sums[len(SUMS) :])
         largest = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
         metrics = {"loss": total["loss"], "live_tokens": total["tokens"]}
         if total["fresh_tokens"]:
@@ -140,6 +158,11 @@ class StepMetrics(Metric):
             metrics |= {f"ratio_{name}": value for name, value in quantiles.items()}
         if total["band_tokens"]:
             metrics["outside_band_fraction"] = total["outside_band"] / total["band_tokens"]
+        metrics |= {
+            f"distance_lag_{name}": distance / number
+            for name, distance, number in zip(LAG_BUCKETS, distances, numbers, strict=True)
+            if number
+        }
         if total["behaviour_tokens"]:
             metrics["kl_behaviour"] = total["kl_behaviour"] / total["behaviour_tokens"]
         return metrics | {
@@ -148,6 +171,12 @@ class StepMetrics(Metric):
             "kl_reference": total["kl_reference"] / total["tokens"],
             "entropy": total["entropy"] / total["tokens"],
         }
+
+
+def _parts(values: list[float]) -> tuple[list[float], list[float], list[float]]:
+    """Split what follows ``SUMS``: the histogram, and two values for each range of lags."""
+    size = len(LAG_BUCKETS)
+    return values[: -2 * size], values[-2 * size : -size], values[-size:]
 
 
 def _where(mask: Tensor, values: Tensor, otherwise: float = 0.0) -> Tensor:

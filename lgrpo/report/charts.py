@@ -63,6 +63,13 @@ SECTIONS = {
             axis_min=0,
         ),
         Chart(
+            title="Distance by lag",
+            note="Mean of |log π_θ/π_α| over the live tokens in each range of lags.",
+            lines={f"train/distance_lag_{lags}": lags for lags in ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-")},
+            show_syncs=True,
+            axis_min=0,
+        ),
+        Chart(
             title="Clip fraction",
             note="Share of live tokens without gradient because their ratio is outside the clip band, and share of all "
             "that are outside.",

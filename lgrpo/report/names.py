@@ -49,6 +49,7 @@ _TRAIN = [
     "engine_mismatch_max",
     "entropy",
 ]
+_TRAIN += [f"distance_lag_{lags}" for lags in ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-")]
 _TIME = [
     "sync",
     "generate",

@@ -77,7 +77,16 @@ def by_loops(batches):
         "ratio_min": min(with_ratio),
         "ratio_max": max(with_ratio),
         "kl_behaviour": mean([math.exp(x) - 1 - x for x in log_ratios]),
+        **by_lag(tokens),
     }
+
+
+def by_lag(tokens):
+    """Return the mean of |log π_θ/π_α| of live tokens with lags 0, and 2 or 3."""
+    live = [(float(b["lag"][i]), abs(float(b["log_ratio"][i, j]))) for b, i, j in tokens if b["behaviour_known"][i, j]]
+    ranges = {"0": (0, 0), "2-3": (2, 3)}
+    found = {name: [x for lag, x in live if low <= lag <= high] for name, (low, high) in ranges.items()}
+    return {f"distance_lag_{name}": sum(values) / len(values) for name, values in found.items()}
 
 
 def without_quantiles(metrics):
@@ -190,5 +199,7 @@ def test_lags_of_tokens():
     found, mask = metrics[1].compute(), whole["mask"]
     assert found["lag"] == pytest.approx((float(lag[0][mask[0]].mean()) + 3) / 2)
     assert found["lag_max"] == 4
+    later = (mask[0] & (lag[0] == 4)).nonzero().flatten()
+    assert found["distance_lag_4-7"] == pytest.approx(float(whole["log_ratio"][0, later].abs().mean()))
     fresh = (whole["sampled"][0] & (lag[0] == 0)).nonzero().flatten()
     assert found["engine_mismatch_mean"] == pytest.approx(float(whole["log_ratio"][0, fresh].abs().mean()))
