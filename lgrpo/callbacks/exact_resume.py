@@ -9,7 +9,8 @@ import lightning as L
 import torch
 
 from lgrpo.hooks import policy_owner
-from lgrpo.run.checkpoints import AtomicCheckpointIO, write_atomically
+from lgrpo.run.background import BackgroundCheckpointIO
+from lgrpo.run.checkpoints import AtomicCheckpointIO, can_write_in_background, write_atomically
 from lgrpo.run.resume import ResumeError
 
 
@@ -21,12 +22,14 @@ class ExactResume(L.Callback):
     exact, because neither the rollout nor the weights change inside a step.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, background: bool = True) -> None:
         """
         Args:
             seed: Seed of torch's random numbers, which are derived from step and micro-batch instead of saved.
+            background: Write checkpoints in a thread: training waits only for a copy in host memory. A checkpoint may
+                be incomplete when ``trainer.save_checkpoint`` returns; it is complete when ``fit`` returns.
         """
-        self.seed = seed
+        self.seed, self.background = seed, background
         self._failures = 0
         self._validated = -1
         self._validation_is_due = False
@@ -34,6 +37,17 @@ class ExactResume(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             write_atomically(trainer)
+            if self.background and can_write_in_background(trainer.strategy):
+                trainer.strategy.checkpoint_io = BackgroundCheckpointIO()
+            if isinstance(trainer.strategy.checkpoint_io, BackgroundCheckpointIO):
+                trainer.strategy.checkpoint_io.start()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(trainer.strategy.checkpoint_io, BackgroundCheckpointIO):
+            try:
+                trainer.strategy.checkpoint_io.wait()
+            except Exception as error:  # must not hide the error that stopped the run
+                warnings.warn(f"a checkpoint could not be written: {type(error).__name__}: {error}", stacklevel=1)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -84,6 +98,8 @@ class ExactResume(L.Callback):
     ) -> None:
         micro_batch = batch_idx % trainer.accumulate_grad_batches
         checkpoint_io = trainer.strategy.checkpoint_io
+        if isinstance(checkpoint_io, BackgroundCheckpointIO):
+            checkpoint_io.report()
         if isinstance(checkpoint_io, AtomicCheckpointIO) and checkpoint_io.num_failures > self._failures:
             policy_owner(trainer).add_metric("fault/checkpoint_writes", checkpoint_io.num_failures - self._failures)
             self._failures = checkpoint_io.num_failures

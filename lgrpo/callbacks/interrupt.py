@@ -102,8 +102,10 @@ class GracefulInterrupt(RolloutCallback):
         try:
             trainer.save_checkpoint(path)
             checkpoint_io = trainer.strategy.checkpoint_io
-            if isinstance(checkpoint_io, AtomicCheckpointIO) and checkpoint_io.failed is not None:
-                raise OSError("see the warning above")
+            if isinstance(checkpoint_io, AtomicCheckpointIO):
+                checkpoint_io.wait()
+                if checkpoint_io.failed is not None:
+                    raise OSError("see the warning above")
         except Exception as error:  # must not hide the error that stopped the run
             rank_zero_info(
                 f"Stopped after optimizer step {trainer.global_step}; no checkpoint could be written: {error}"

@@ -154,6 +154,13 @@ class LGRPOCLI(LightningCLI):
             help="Loggers besides metrics.csv, which is always written: csv (nothing else), tensorboard, wandb, "
             "mlflow. Default: tensorboard if it is installed.",
         )
+        parser.add_argument(
+            "--background_checkpoints",
+            type=bool,
+            default=True,
+            help="Write checkpoints in a thread while training goes on, which then waits only for a copy in host "
+            "memory. If that would take more than half of the free memory, training waits for the file.",
+        )
         for key, callback in CALLBACK_KEYS.items():
             parser.add_subclass_arguments(callback, key, required=False)
         parser.add_class_arguments(ModelCheckpoint, "checkpoint")
@@ -199,7 +206,7 @@ class LGRPOCLI(LightningCLI):
         kwargs["default_root_dir"] = str(self.folder.path)
         if self.subcommand == "fit":
             self._interrupt = GracefulInterrupt()
-            callbacks += [ExactResume(), RankWatch(), self._interrupt]
+            callbacks += [ExactResume(background=settings.background_checkpoints), RankWatch(), self._interrupt]
             has_progress_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
             if settings.trainer.enable_progress_bar is not False and not has_progress_bar:
                 callbacks.append(RolloutProgress())

@@ -10,6 +10,7 @@ import shutil
 import time
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:  # not on a local disk
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        path = Path(path)
+        self.write(checkpoint, Path(path), moment(checkpoint))
+
+    def write(self, checkpoint: dict[str, Any], path: Path, now: Any, waited: float | None = None) -> None:
+        """Write a checkpoint of the moment ``now``, for whose copy training ``waited`` if there is one."""
         part = path.with_name(path.name + PART)
-        now, written, self._written = moment(checkpoint), self._written, None
+        written, self._written = self._written, None
         started, is_link = time.perf_counter(), False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,17 +80,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise  # torch reports failed writes as RuntimeErrors of its inline_container
             self.num_failures += 1
             self.failed = path
-            warnings.warn(
+            self.inform(
+                warnings.warn,
                 f"no checkpoint could be written to {path} ({_reason(error)}); training continues, and earlier "
                 "checkpoints are kept",
-                stacklevel=2,
             )
         else:
             self.failed, self._written = None, (now, path)
             if not is_link:
-                rank_zero_info(written_line(path, time.perf_counter() - started))
+                self.inform(rank_zero_info, written_line(path, time.perf_counter() - started, waited))
             for stand_in in self._stand_ins.pop(path, set()) - {path}:
                 super().remove_checkpoint(stand_in)
+
+    def inform(self, tell: Callable[[str], None], text: str) -> None:
+        """Call a function, such as ``warnings.warn``, with a message."""
+        tell(text)
+
+    def wait(self) -> None:
+        """Return when the checkpoints that were saved are on disk: at once."""
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
@@ -126,10 +137,11 @@ def moment(checkpoint: dict[str, Any]) -> Any:
     return sorted(checkpoint), checkpoint.get("global_step"), repr(checkpoint.get("loops")), tensors, queues, callbacks
 
 
-def written_line(path: Path, seconds: float) -> str:
-    """Return a line for the log: a checkpoint with its size and the time that it took."""
+def written_line(path: Path, seconds: float, waited: float | None = None) -> str:
+    """Return a line for the log: a checkpoint with its size, the time to write it, and how long training waited."""
     files = path.iterdir() if path.is_dir() else [path]
-    return f"Wrote {path}: {format_bytes(sum(file.stat().st_size for file in files))} in {seconds:.1f} s."
+    size = format_bytes(sum(file.stat().st_size for file in files))
+    return f"Wrote {path}: {size} in {seconds:.1f} s{'' if waited is None else f'; training waited {waited:.1f} s'}."
 
 
 def _linked(source: Path, target: Path) -> bool:
@@ -157,6 +169,13 @@ def write_atomically(trainer: L.Trainer) -> None:
         strategy.checkpoint_io = AtomicCheckpointIO()
     if isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
         write_shards_atomically(strategy)
+
+
+def can_write_in_background(strategy: Strategy) -> bool:
+    """Return whether a strategy writes atomically, and all of a checkpoint from rank 0."""
+    return type(strategy.checkpoint_io) is AtomicCheckpointIO and not isinstance(
+        strategy, FSDPStrategy | ModelParallelStrategy
+    )
 
 
 def write_shards_atomically(strategy: Strategy) -> None:
