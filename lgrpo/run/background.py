@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,8 +27,9 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._thread: ThreadPoolExecutor | None = None
-        self._jobs: list[Future[None]] = []
+        self._thread: futures.ThreadPoolExecutor | None = None
+        self._jobs: list[futures.Future[None]] = []
+        self._error: BaseException | None = None
         self._copied: tuple[Any, dict[str, Any]] | None = None
         """Moment and copy of a checkpoint that is being written."""
         self._messages: SimpleQueue[tuple[Callable[[str], None], str]] = SimpleQueue()
@@ -36,7 +37,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
     def start(self) -> None:
         """Write in the background from now on."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         started, now = time.perf_counter(), moment(checkpoint)
@@ -84,11 +85,12 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     def wait(self) -> None:
         """Wait until everything is written and removed; raise the first error of the thread."""
-        errors = [error for job in self._jobs if (error := job.exception()) is not None]
+        futures.wait(self._jobs)
         self._jobs = []
         self.report()
-        if errors:
-            raise errors[0]
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def teardown(self) -> None:
         """Wait, and write at once from now on. The Trainer calls it at the end of ``fit``, also after an error."""
@@ -101,5 +103,12 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         self._messages.put((tell, text))
 
     def _submit(self, act: Callable[[], None]) -> None:
+        def run() -> None:
+            if self._error is None:  # otherwise the last complete checkpoint would be removed
+                try:
+                    act()
+                except BaseException as error:
+                    self._error = error
+
         assert self._thread is not None
-        self._jobs.append(self._thread.submit(act))
+        self._jobs.append(self._thread.submit(run))
