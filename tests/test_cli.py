@@ -166,7 +166,10 @@ def test_the_size_of_a_checkpoint(finished, capsys):
     """The log has that of the file, and the plan nearly the same."""
     run, done = finished
     size = (run / "checkpoints" / "last.ckpt").stat().st_size / 2**20
-    lines = re.findall(r"Wrote .*/checkpoints/step=(\d+)\.ckpt: ([\d.]+) MiB in \d+\.\d s\.", done.stderr)
+    lines = re.findall(
+        r"Wrote .*/checkpoints/step=(\d+)\.ckpt: ([\d.]+) MiB in [\d.]+ s; training waited [\d.]+ s\.",
+        done.stderr,
+    )
     assert [int(step) for step, _ in lines] == [3, 6]
     assert float(lines[-1][1]) == pytest.approx(size, abs=0.051)
     main(["plan", *with_base("demo.yaml"), *QUICK])

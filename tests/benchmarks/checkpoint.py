@@ -1,11 +1,14 @@
 """Time a checkpoint and an optimizer step of the demo: ``python -m tests.benchmarks.checkpoint``.
 
-Both are measured in one run, within a cycle, where the behaviour policy's weights are part of the checkpoint.
+Both are measured in one run, within a cycle, where the behaviour policy's weights are part of the checkpoint. The time
+of a checkpoint is that for which training waits. Options of ``lgrpo fit`` are accepted:
+``--background_checkpoints false``.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -56,7 +59,7 @@ def main() -> None:
             "--trainer.callbacks+=tests.benchmarks.checkpoint.Cost",
             f"--trainer.callbacks.path={folder}/cost.ckpt",
         ]
-        lgrpo(["fit", *options])
+        lgrpo(["fit", *options, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

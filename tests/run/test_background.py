@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -15,11 +16,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lgrpo import ClippedLoss, ReferenceRefresh
 from lgrpo.callbacks import ExactResume, GracefulInterrupt
+from lgrpo.cli import main
 from lgrpo.run import background, host_copy
 from lgrpo.run.background import BackgroundCheckpointIO
 from lgrpo.run.checkpoints import PART, AtomicCheckpointIO, is_complete, newest_checkpoint
 from lgrpo.run.host_copy import in_host_memory
 from tests.helpers import build, fit, largest_difference
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 
 
 def settings(folder, *callbacks, background=True, save_last=True, **changes):
@@ -278,9 +282,16 @@ def test_written_at_once(tmp_path, monkeypatch):
     assert is_complete(tmp_path / "later.ckpt")
 
 
-def test_turned_off(tmp_path):
+def test_turned_off(tmp_path, monkeypatch):
     run = fit(**settings(tmp_path, background=False))
     assert type(run.trainer.strategy.checkpoint_io) is AtomicCheckpointIO
+    started = []
+    monkeypatch.setattr(BackgroundCheckpointIO, "start", started.append)
+    small = [f"--config={TINY}", "--data.num_rollouts=1", "--trainer.max_epochs=1", "--trainer.limit_val_batches=0"]
+    for flag, count in (("false", 0), ("true", 1)):
+        main(["fit", *small, f"--run={tmp_path / flag}", f"--background_checkpoints={flag}"])
+        assert len(started) == count
+        assert is_complete(tmp_path / flag / "checkpoints" / "last.ckpt")
 
 
 def test_a_copy_shares_nothing(tmp_path):
