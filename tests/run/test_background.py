@@ -286,7 +286,7 @@ def test_turned_off(tmp_path, monkeypatch):
     run = fit(**settings(tmp_path, background=False))
     assert type(run.trainer.strategy.checkpoint_io) is AtomicCheckpointIO
     started = []
-    monkeypatch.setattr(BackgroundCheckpointIO, "start", started.append)
+    monkeypatch.setattr(BackgroundCheckpointIO, "start", lambda self: started.append(self))
     small = [f"--config={TINY}", "--data.num_rollouts=1", "--trainer.max_epochs=1", "--trainer.limit_val_batches=0"]
     for flag, count in (("false", 0), ("true", 1)):
         main(["fit", *small, f"--run={tmp_path / flag}", f"--background_checkpoints={flag}"])
