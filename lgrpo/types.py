@@ -166,6 +166,13 @@ class RolloutBatch:
         """[B] int64: ``behaviour_step`` of the first token of each completion, the oldest."""
         return self.behaviour_step if self.behaviour_step.ndim == 1 else self.behaviour_step[:, 0]
 
+    @property
+    def last_step(self) -> Tensor:
+        """[B] int64: ``behaviour_step`` of the last token of each completion, the newest."""
+        if self.behaviour_step.ndim == 1:
+            return self.behaviour_step
+        return torch.where(self.completion_mask, self.behaviour_step, self.first_step[:, None]).amax(1)
+
     def lag(self, step: int) -> Tensor:
         """Return [B] float32: optimizer steps since each completion was begun; NaN for recorded ones."""
         return _lag(step, self.first_step)

@@ -58,7 +58,7 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         micro_batches = num_micro_batches(completions // num_ranks, longest_row, budget)
     rows_each = completions / micro_batches / num_ranks
     rows = [
-        ("schedule", _schedule(sync, reuse)),
+        ("schedule", _schedule(sync, reuse, bool(data.partial))),
         (
             "rollout",
             f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each"
@@ -128,7 +128,7 @@ def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None
     return f"at least {number} in each step on {ranks}, of {budget:,} tokens at most (more if prompts are longer)"
 
 
-def _schedule(sync: Namespace, reuse: int) -> str:
+def _schedule(sync: Namespace, reuse: int, is_partial: bool) -> str:
     if "budget" in sync:
         return f"v by measurement, {sync.minimum} to {sync.maximum}, i = {reuse}: off-policy as far as a budget allows"
     period = sync.get("period")
@@ -136,7 +136,7 @@ def _schedule(sync: Namespace, reuse: int) -> str:
         return f"v = {_over_rollouts(period)}; i = {reuse}"
     v = "∞" if period is None else str(period)
     kind = {
-        (True, True): "on-policy GRPO",
+        (True, True): "on-policy GRPO, but for continued completions" if is_partial else "on-policy GRPO",
         (True, False): "reuse: several steps on each rollout",
         (False, True): "off-policy: the sampler lags behind",
         (False, False): "off-policy, with several steps on each rollout",
@@ -185,6 +185,11 @@ def _lags(period: Period, data: Namespace, at_most: bool = False) -> str:
         text = "0: every completion is fresh" if last == 0 else f"{', '.join(numbers)} optimizer steps, {ending}"
         if data.lead:
             text += f"; less in the first {data.lead} rollouts"
+    if data.partial:
+        from lgrpo.data.partial import PartialRollouts
+
+        spans = getattr(data.partial, "max_spans", PartialRollouts.max_spans)
+        text += f"; more for the first tokens of continued completions, which span up to {spans} syncs (data.partial)"
     if data.max_lag is not None and (last is None or last > data.max_lag):
         text += f"; those above {data.max_lag} (data.max_lag) are not trained on"
     return text

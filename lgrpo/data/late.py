@@ -95,8 +95,8 @@ def is_incomplete(group: RolloutBatch) -> bool:
 
 
 def is_recent(group: RolloutBatch, oldest_step: int) -> Tensor:
-    """Return [B] bool: completions sampled at ``oldest_step`` or later, and recorded ones, which have no age."""
-    return (group.first_step >= oldest_step) | group.is_recorded
+    """Return [B] bool: completions with a token of ``oldest_step`` or later, and recorded ones, which have no age."""
+    return (group.last_step >= oldest_step) | group.is_recorded
 
 
 def with_scores(group: RolloutBatch, scores: Sequence[Score]) -> RolloutBatch:

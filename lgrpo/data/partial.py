@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,9 +13,10 @@ from lgrpo.checks import check_count
 from lgrpo.data.collate import Group
 from lgrpo.data.prompts import prompts_at
 from lgrpo.data.scorer import GroupScores
-from lgrpo.engines import RolloutEngine
+from lgrpo.engines import EngineError, RolloutEngine
 from lgrpo.engines.completions import Generation
 from lgrpo.functional.sync_cycle import MAX_AHEAD
+from lgrpo.run.resume import describe
 from lgrpo.types import Completion, Span
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class GroupsInProgress:
     """Number of prompts that this rank has begun so far."""
     groups: dict[int, list[Completion]] = field(default_factory=dict)
     """Completions by the number of their prompt; all of a group may be finished."""
+
+    def restart(self) -> None:
+        """Forget the tokens of all groups, which are then sampled from the beginning."""
+        nothing: dict[str, Any] = {"token_ids": [], "logprobs": [], "text": "", "finish_reason": None, "earlier": ()}
+        self.groups = {number: [replace(c, **nothing) for c in group] for number, group in self.groups.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and tensors."""
@@ -132,6 +138,10 @@ class PartialSampler:
         )
         if not generation.is_enough:
             sampler.generate_part(generation)
+        for index in generation.unanswered:
+            generation.leave(index)
+        if len(choice.chosen) < sampler.share:
+            raise EngineError(f"{type(sampler.engine).__name__} ended a rollout with {len(choice.chosen)} whole groups")
         left = {asked[index]: group for index, group in generation.unfinished.items()} | choice.surplus
         self._after[rollout] = GroupsInProgress(num_begun=new.stop, groups=dict(sorted(left.items())))
         self._after = {k: progress for k, progress in self._after.items() if k > rollout - 2 * MAX_AHEAD - 2}
@@ -147,10 +157,17 @@ class PartialSampler:
     def state_dict(self, rollout: int) -> dict[str, Any] | None:
         """Return what is in progress after a rollout."""
         progress = self._after.get(rollout)
-        return None if progress is None else {"rollout": rollout, **progress.state_dict()}
+        if progress is None:
+            return None
+        return {"rollout": rollout, "sampling": describe(self._sampler.sampling), **progress.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self._after = {} if state is None else {state["rollout"]: GroupsInProgress.from_state_dict(state)}
+        self._after = {}
+        if state is not None:
+            progress = GroupsInProgress.from_state_dict(state)
+            if state["sampling"] != describe(self._sampler.sampling):
+                progress.restart()  # their tokens were drawn from another distribution, or are too many
+            self._after[state["rollout"]] = progress
 
     def _position(self, number: int) -> int:
         """Return the position in the run of a prompt, by its number on this rank."""

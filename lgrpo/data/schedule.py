@@ -127,6 +127,7 @@ class RolloutSchedule:
         last_sampled = max([self._last_released, *(batch["rollout"] for batch in queue)])
         return {
             "queue": queue,
+            "last_sampled": last_sampled,
             "last_started": self._last_started,
             "cycle_end": self._cycle_end,
             "sampler": self._sampler and self._sampler.state_dict(last_sampled),
@@ -134,6 +135,7 @@ class RolloutSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last_started, self._cycle_end = state["last_started"], state["cycle_end"]
+        self._last_released = state.get("last_sampled", -1)
         self._queue.load_state_dict(state["queue"])
         if self._sampler is not None:
             self._sampler.load_state_dict(state.get("sampler"))

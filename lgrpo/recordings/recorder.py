@@ -65,6 +65,7 @@ class RolloutRecorder(RolloutCallback):
         ledger = rollout_owner(trainer).engine.state.ledger
         if rows := self._rows(rollout_owner(trainer), batch):
             versions = {row["version"] for row in rows}
+            versions |= {span["version"] for row in rows for span in row["spans"] or []}
             syncs = [record.as_dict() for record in ledger if record.version in versions]
             path = self._folder(trainer) / f"{batch.rollout:08}-rank{trainer.global_rank}.parquet"
             write_recording(rows, self._metadata | {"syncs": syncs, "logprobs_from": batch.logprobs_from}, path)

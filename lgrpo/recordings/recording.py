@@ -230,6 +230,8 @@ def _read_parquet(path: str) -> tuple[pa.Table, dict[str, Any] | None]:
         raise ValueError(f"{path} is not a valid Parquet file: {error}") from error
     if table is None:
         return _read_rows(path), None
+    if "spans" not in table.column_names:  # recorded before completions could have several
+        table = table.append_column(SCHEMA.field("spans"), pa.nulls(len(table), SCHEMA.field("spans").type))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise ValueError(f"{path} is a recording without {missing}; it has {table.column_names}")
     table = table.select(SCHEMA.names).replace_schema_metadata(None).cast(SCHEMA)

@@ -40,7 +40,7 @@ CHANGEABLE = {
     "data.shuffle": "prompts from here on come in another order, some never seen and some seen twice",
     "data.sampling": "completions from here on are sampled differently",
     "data.dynamic_sampling": "completions from here on are selected differently",
-    "data.partial": "unfinished groups of the checkpoint are lost, so some prompts are skipped or seen twice",
+    "data.partial": "other groups are left unfinished; if it is turned off, those of the checkpoint are lost",
     "data.generate_ahead": "the samples are the same, but they are drawn at another time",
     "data.behaviour_logprobs": "ratios from here on have another denominator",
     "loss": "steps from here on minimise another loss",

@@ -100,6 +100,8 @@ class SharedWorkers(Runner):
     def run(self, arguments: list[str], log: Path) -> int | None:
         worker = self._idle.get()
         try:
+            if self._is_stopped:
+                return None
             worker = worker or self._start_worker(log)
             if worker is None:
                 return None

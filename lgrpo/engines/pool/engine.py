@@ -83,6 +83,7 @@ class EnginePool(RolloutEngine):
         self._is_asleep = True
         """Whether the processes must take memory, which the trainer has cached, before they sample."""
         self._is_closed = False
+        self._generation_number = 0
         self._reading = threading.Lock()
         """Held while the weights are read from a worker: by the trainer for a checkpoint, or to restart a worker."""
 
@@ -203,6 +204,7 @@ class EnginePool(RolloutEngine):
         """Deal prompts to the workers, and keep the groups as they arrive; finally raise if a worker failed."""
         workers, unanswered = self._workers.running, [] if generation.is_enough else generation.unanswered
         failure: EngineFailure | None = None
+        self._generation_number += 1
         busy: dict[Connection, WorkerProcess] = {}
         for number, worker in enumerate(workers[: len(unanswered)]):
             indices = unanswered[number :: len(workers)]
@@ -211,7 +213,8 @@ class EnginePool(RolloutEngine):
             begun = [generation.begun_of(index) for index in indices] if generation.is_partial else None
             try:
                 worker.set_tokenizer(generation.tokenizer, self.timeouts.sync)
-                worker.request("generate", prompts, indices, *settings, begun, timeout=self.timeouts.generate)
+                request = prompts, indices, *settings, begun, self._generation_number
+                worker.request("generate", *request, timeout=self.timeouts.generate)
                 busy[worker.connection] = worker
             except EngineFailure as error:
                 failure = error
@@ -236,7 +239,7 @@ class EnginePool(RolloutEngine):
                         generation.keep(*content)
                         if generation.is_enough:
                             for other in busy.values():
-                                other.stop_generation()
+                                other.stop_generation(self._generation_number)
                     elif kind == "unfinished":
                         generation.leave(*content)
                     elif kind == "answer":

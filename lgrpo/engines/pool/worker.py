@@ -45,6 +45,7 @@ class WorkerRequests:
         self._buffers = buffers
         self._manifest = WeightManifest()
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._generation_number = 0
         self._is_generating = False
         self._is_sending = False
         self._is_interrupted = False
@@ -99,12 +100,15 @@ class WorkerRequests:
         seed: int,
         version: int,
         begun: Sequence[list[Completion]] | None = None,
+        number: int = 0,
     ) -> Faults:
         """Send ``started``, then ``group`` with a prompt's index and completions as soon as these are sampled.
 
         With ``begun`` the generation is partial: it continues these completions, and at its end, or when it is stopped,
-        sends ``unfinished`` with those that are. Returns the engine's faults in this generation.
+        sends ``unfinished`` with those that are; ``number`` tells it from others. Returns the engine's faults in this
+        generation.
         """
+        self._generation_number = number
         engine, before = self._engine, replace(self._engine.faults)
         if engine.state.version != version:
             raise EngineError(
@@ -152,7 +156,8 @@ class WorkerRequests:
         """Serve the next request of a pipe."""
         name, arguments = connection.recv()
         if name == "stop":
-            self._engine.stop()
+            if arguments == self._generation_number:  # otherwise it comes too late
+                self._engine.stop()
             return
         try:
             answer = "answer", getattr(self, name)(*arguments)

@@ -112,10 +112,10 @@ class WorkerProcess:
             raise content
         return content
 
-    def stop_generation(self) -> None:
-        """Ask the worker to end its partial generation. It does not answer: it may be sending a group now."""
+    def stop_generation(self, number: int) -> None:
+        """Ask the worker to end a partial generation. It does not answer: it may be sending a group now."""
         with self._urgent_lock, contextlib.suppress(OSError):  # a worker that has ended is noticed elsewhere
-            self._urgent.send(("stop", ()))
+            self._urgent.send(("stop", number))
 
     def request(self, name: str, *arguments: Any, timeout: float) -> None:
         """Send a request. If an interrupted one is unanswered, cancel it first."""

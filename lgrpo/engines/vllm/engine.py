@@ -29,7 +29,7 @@ from lgrpo.engines.vllm.runtime import (
     import_vllm,
     isolated,
 )
-from lgrpo.functional import named_checksums, stream_seed
+from lgrpo.functional import named_checksums
 from lgrpo.types import Adapter, PolicyWeights
 
 
@@ -168,8 +168,8 @@ class VLLMEngine(RolloutEngine):
         self.budget.reset()
         while (unanswered := generation.unanswered) and not generation.is_enough:
             try:
-                first_seed = stream_seed(generation.seed, generation.prompts[unanswered[0]].position)
-                self._answer(Requests(generation, unanswered, self.held_config(), self._is_seeded), first_seed)
+                requests = Requests(generation, unanswered, self.held_config(), self._is_seeded)
+                self._answer(requests, requests.seed)
             except EngineFailure as failure:
                 self.budget.count_failure(failure)
             else:

@@ -42,6 +42,11 @@ class Requests:
         self._asked: list[tuple[int, int]] = []  # prompt and sibling of each request
         self._groups: dict[int, list[Completion]] = {}
         """Groups of a partial generation that are not whole, with the completions that are finished by now."""
+        num_begun = sum(len(c.token_ids) for index in indices for c in generation.begun.get(index, []))
+        # the same prompt may come first in several calls, which must not draw the same numbers
+        key = (generation.version, num_begun) if num_begun else ()
+        self.seed = stream_seed(generation.seed, generation.prompts[indices[0]].position, *key)
+        """Seed of vLLM's own generators, from which requests without a seed draw."""
         for index in indices:
             if not generation.is_partial:
                 self._add(index, 0, [])
