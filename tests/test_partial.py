@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import threading
 from itertools import pairwise
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lgrpo import RolloutCallback, Sampling
+from lgrpo import RolloutCallback, Sampling, TransformersEngine
 from lgrpo.callbacks import ExactResume
 from lgrpo.data.partial import PartialRollouts, versions_of
 from lgrpo.data.sampler import DynamicSampling
-from lgrpo.engines import VLLMServerEngine
+from lgrpo.engines import EngineError, EnginePool, VLLMServerEngine
+from lgrpo.recordings import Recording, RolloutRecorder
 from tests.helpers import build, fit, largest_difference
 from tests.test_overlap import SaveEveryStep, SlowSteps, assert_same
 
@@ -131,6 +136,27 @@ def test_limit_of_versions(at_limit, max_spans):
     assert (dropped > 0) == (at_limit == "drop")
 
 
+def test_surplus_groups_fill_a_rollout():
+    """More groups are in progress than a rollout needs, so some rollouts need no sampling; nothing is lost."""
+    progress = Progress()
+    run = fit(rollouts=30, v=1, data={"partial": True, "num_prompts": 1}, callbacks=[progress])
+    trained = [int(batch.positions[0]) for batch in run.recorder.rollouts]
+    assert sorted([*trained, *progress.groups[-1]]) == list(range(progress.num_begun[-1]))
+
+
+class StopsLate(TransformersEngine):
+    """Ends a generation before enough groups are whole."""
+
+    def sample(self, generation):
+        generation.is_stopped = True
+        super().sample(generation)
+
+
+def test_a_rollout_without_enough_groups_is_refused():
+    with pytest.raises(EngineError, match="StopsLate ended a rollout with 0 whole groups"):
+        fit(rollouts=2, data=PARTIAL | {"engine": StopsLate()})
+
+
 @pytest.mark.parametrize("v", [1, 3])
 def test_overlap_changes_nothing(v):
     settings = {"rollouts": 9, "v": v, "data": PARTIAL | {"generate_ahead": True}}
@@ -158,6 +184,72 @@ def test_resumed_from_every_step(tmp_path, data):
             assert torch.equal(one.token_steps, other.token_steps)
 
 
+def test_resumed_again_within_a_rollout(tmp_path):
+    """A resumed run writes checkpoints with the groups in progress before it has released a rollout."""
+    settings = {"v": 1, "i": 2, "rollouts": 5, "data": PARTIAL | {"partial": PartialRollouts(extra_prompts=4)}}
+    whole = fit(**settings, callbacks=[SaveEveryStep(tmp_path), ExactResume()])
+    (again := tmp_path / "again").mkdir()
+    path = str(tmp_path / "3.ckpt")
+    fit(**settings, callbacks=[SaveEveryStep(again), ExactResume()], ckpt_path=path, trainer={"max_steps": 4})
+    last = fit(**settings, callbacks=[ExactResume()], ckpt_path=str(again / "4.ckpt"))
+    assert largest_difference(last.weights, whole.weights) == 0
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_tokens=24, temperature=0.5), Sampling(max_tokens=8)])
+def test_resumed_with_other_sampling(tmp_path, sampling):
+    """Groups in progress are sampled from the beginning: their tokens were drawn from another distribution."""
+    settings = {"v": 1, "rollouts": 5, "learning_rate": 0.0}
+    fit(**settings, data=PARTIAL, callbacks=[SaveEveryStep(tmp_path), ExactResume()])
+    with pytest.warns(UserWarning, match="sampled differently"):
+        again = fit(
+            **settings,
+            data=PARTIAL | {"sampling": sampling},
+            callbacks=[ExactResume()],
+            ckpt_path=str(tmp_path / "2.ckpt"),
+        )
+    policy = again.module.policy
+    for batch in again.recorder.rollouts:
+        with torch.no_grad():
+            logprobs, _ = policy(batch.tokens, batch.completion_mask, sampling.temperature)
+        own = batch.completion_mask
+        assert torch.allclose(logprobs[own], batch.behaviour_logprobs[own], atol=1e-4)
+        assert int(own.sum(1).max()) <= sampling.max_tokens
+
+
+def test_late_rewards_and_old_tokens():
+    """A late group is dropped when all of its tokens are too old; old tokens of others are masked."""
+    run = fit(rollouts=8, v=1, learning_rate=0.5, data=PARTIAL | {"max_lag": 0})
+    for batch in run.recorder.rollouts:
+        old = batch.completion_mask & (batch.token_lag(batch.rollout) > 0)
+        assert not bool((batch.loss_mask & old).any())
+    assert any(bool((batch.token_lag(batch.rollout) > 0).any()) for batch in run.recorder.rollouts)
+
+
+@pytest.mark.slow("starts a pool")
+def test_pool_with_a_worker_killed_in_a_partial_rollout():
+    pool = EnginePool(SlowSteps(), num_processes=2)
+
+    class Kill(RolloutCallback):
+        def on_rollout_start(self, trainer, pl_module, rollout):
+            if rollout == 3:
+                process = pool._workers.running[0].process
+                threading.Timer(0.1, lambda: os.kill(process.pid, signal.SIGKILL)).start()
+
+    progress, kept = Progress(), Weights()
+    with pytest.warns(UserWarning, match="recovering"):
+        run = fit(rollouts=6, v=1, data=PARTIAL | {"engine": pool}, callbacks=[Kill(), progress, kept])
+    pool.close()
+    trained = {int(position) for batch in run.recorder.rollouts for position in batch.positions}
+    assert trained | progress.groups[-1].keys() == set(range(progress.num_begun[-1]))
+    for batch in run.recorder.rollouts:
+        for step in set(batch.token_steps[batch.completion_mask].tolist()):
+            run.module.policy.load_state_dict(kept.at[step])
+            with torch.no_grad():
+                logprobs, _ = run.module.policy(batch.tokens, batch.completion_mask, batch.temperature)
+            own = batch.completion_mask & (batch.token_steps == step)
+            assert torch.allclose(logprobs[own], batch.behaviour_logprobs[own], atol=1e-4)
+
+
 class TestRejected:
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -178,3 +270,22 @@ class TestRejected:
     def test_numbers(self, settings, message):
         with pytest.raises(ValueError, match=rf"data\.partial\.{message}"):
             build(data={"partial": PartialRollouts(**settings)})
+
+
+def test_recorded_spans(tmp_path):
+    """A recording has the parts of a completion and the syncs of all of them; older ones without parts can be read."""
+    recorder = RolloutRecorder(str(tmp_path))
+    run = fit(rollouts=6, v=1, data=PARTIAL, callbacks=[recorder])
+    paths = sorted(tmp_path.glob("*.parquet"))
+    rows = [row for path in paths for row in pq.read_table(path).to_pylist()]
+    found = [[(span["tokens"], span["step"]) for span in row["spans"] or []] for row in rows]
+    expected = [spans if len(spans) > 1 else [] for spans in spans_of(run)]
+    assert found == expected
+    assert any(expected)
+    for path in paths:
+        metadata = Recording.read(str(path)).metadata[0]
+        versions = {span["version"] for row in pq.read_table(path).to_pylist() for span in row["spans"] or []}
+        assert versions <= {sync["version"] for sync in metadata["syncs"]}
+    table = pq.read_table(paths[-1])
+    pq.write_table(table.drop_columns(["spans"]), paths[-1])
+    assert Recording.read(str(paths[-1])).table["spans"].null_count == len(table)

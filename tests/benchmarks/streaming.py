@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -33,7 +32,6 @@ from lgrpo import (
     WeightSync,
 )
 from lgrpo.engines import EnginePool, RolloutEngine, VLLMEngine
-from lgrpo.engines.pool.workers import MPS_SHARE
 from lgrpo.tasks import GSM8K, Template
 from tests.benchmarks.stages import bare_trainer
 
@@ -129,13 +127,11 @@ def launch(options: argparse.Namespace) -> None:
             max_model_len=options.max_model_len,
         ),
         options.processes,
-        compute_share=options.engine_share,
     )
     names = ("prompts", "group", "max_tokens", "micro_batches", "processes", "kv_cache_gib", "max_num_seqs", "note")
-    settings = {name: getattr(options, name) for name in (*names, "engine_share")}
     shared = {
         "model": Path(options.model).name,
-        "settings": settings | {"trainer_percentage": os.environ.get(MPS_SHARE)},
+        "settings": {name: getattr(options, name) for name in names},
         "commit": options.commit,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
@@ -193,7 +189,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=2, help="engines")
     parser.add_argument("--max-num-seqs", type=int, default=512, help="completions that an engine decodes at a time")
     parser.add_argument("--kv-cache-gib", type=float, default=10.0, help="key-value cache of an engine")
-    parser.add_argument("--engine-share", type=float, help="share of the GPU of each engine, under MPS")
     parser.add_argument("--commit", default="", help="commit of the code, for the row")
     parser.add_argument("--note", default="", help="anything else that differs, for the row")
     parser.add_argument("--out", type=Path, default=ROWS)

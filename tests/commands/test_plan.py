@@ -125,7 +125,11 @@ def test_partial(capsys):
     for option, count in (("--data.partial=true", 40), ("--data.partial.extra_prompts=5", 37)):
         found = plan(capsys, option, "--data.num_prompts=32")["partial rollouts"]
         assert found == f"a rollout ends when 32 of {count} groups are whole (data.partial)"
-    assert "partial rollouts" in plan(capsys, f"--config={CONFIGS / 'partial.yaml'}")
+    table = plan(capsys, f"--config={CONFIGS / 'partial.yaml'}", "--weight_sync.period=1", "--data.reuse=1")
+    assert table["schedule"] == "v = 1, i = 1: on-policy GRPO, but for continued completions"
+    assert table["lags that occur"].endswith(
+        "first tokens of continued completions, which span up to 4 syncs (data.partial)"
+    )
 
 
 def test_overlap(capsys):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lgrpo.checks import check_count, check_range
+from lgrpo.checks import check_count
 from lgrpo.engines.base import RolloutEngine, Timeouts
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.manifest import WeightManifest, sync_errors
@@ -50,7 +50,6 @@ class EnginePool(RolloutEngine):
         num_processes: int = 2,
         timeouts: Timeouts = Timeouts(),  # noqa: B008
         max_failures: int = 3,
-        compute_share: float | None = None,
     ) -> None:
         """
         Args:
@@ -59,8 +58,6 @@ class EnginePool(RolloutEngine):
             num_processes: Number of processes.
             timeouts: Time limits; ``start`` includes the first weights of a process.
             max_failures: Failed processes that a generation or a sync replaces; the next one stops the run.
-            compute_share: Largest share of the GPU's multiprocessors that each process uses at a time. It needs
-                NVIDIA's Multi-Process Service (MPS), without which it has no effect. By default unlimited.
         """
         super().__init__()
         self.engine: RolloutEngine = VLLMEngine() if engine is None else engine
@@ -70,12 +67,11 @@ class EnginePool(RolloutEngine):
                 "be in several, such as VLLMEngine"
             )
         check_count("num_processes", num_processes, at_least=1)
-        check_range("compute_share", compute_share, above=0, at_most=1)
         self.num_processes = num_processes
         self.dtype = self.engine.dtype
         self.timeouts = timeouts
         self.budget = FailureBudget(max_failures)
-        self._workers = Workers(self.engine, num_processes, compute_share)
+        self._workers = Workers(self.engine, num_processes)
         self._manifest = WeightManifest()
         """The weights of the last sync."""
         self._sent_dtype: torch.dtype | None = None

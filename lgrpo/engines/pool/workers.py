@@ -34,8 +34,6 @@ TRAINER_VARIABLES = (
     "TORCHELASTIC_",
 )
 """Prefixes of environment variables that define a rank of the trainer, which workers must not inherit."""
-MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-"""Environment variable of the share of the GPU that a process uses under MPS; the trainer's is not the workers'."""
 _CHUNK_BYTES = CHUNK_BYTES
 """Size of a chunk of weights in the engine's precision; no less than an engine copies at once."""
 _FILE_SPACE = 4 * 2**30
@@ -49,10 +47,9 @@ class Workers:
     ``close`` none is running, no files are left, and workers can be started again.
     """
 
-    def __init__(self, engine: RolloutEngine, num_processes: int, compute_share: float | None = None) -> None:
+    def __init__(self, engine: RolloutEngine, num_processes: int) -> None:
         self.engine = engine
         self.num_processes = num_processes
-        self.compute_share = compute_share
         self.running: list[WorkerProcess] = []
         self._started: list[WorkerProcess] = []
         """All workers that have not been ended, also those that do not have their weights yet."""
@@ -70,9 +67,6 @@ class Workers:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="lgrpo-pool-", dir=shared_memory(_FILE_SPACE)))
         environment = {name: value for name, value in os.environ.items() if not name.startswith(TRAINER_VARIABLES)}
-        environment.pop(MPS_SHARE, None)
-        if self.compute_share is not None:
-            environment[MPS_SHARE] = f"{100 * self.compute_share:g}"
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         if not torch.cuda.is_available():
             environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // self.num_processes))

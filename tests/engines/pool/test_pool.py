@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import torch
 
 from lgrpo import ReplayEngine, Sampling, TransformersEngine
 from lgrpo.engines import EngineError, EnginePool, Faults, NoWeightsError, VLLMEngine, VLLMServerEngine, WeightSyncError
-from lgrpo.engines.pool import workers as workers_module
 from lgrpo.engines.pool.worker_process import WorkerProcess
 from lgrpo.engines.pool.workers import Workers
 from lgrpo.types import PolicyWeights
@@ -65,10 +63,6 @@ class TestRejected:
         with pytest.raises(ValueError, match="num_processes is 0"):
             EnginePool(num_processes=0)
 
-    def test_share_of_the_gpu(self):
-        with pytest.raises(ValueError, match=r"compute_share is 1\.5"):
-            EnginePool(compute_share=1.5)
-
     def test_no_weights(self, policy):
         with pytest.raises(NoWeightsError):
             ask(EnginePool(), policy)
@@ -90,17 +84,6 @@ def test_same_completions_as_one_engine(policy, pool, alone):
     assert as_ids(ask(pool, policy, TEXTS[:1])) == as_ids(groups[:1]), "fewer prompts than processes"
     held = pool.held_weights()
     assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
-
-
-def test_the_trainers_share_of_the_gpu_is_not_the_workers(monkeypatch):
-    started = []
-    monkeypatch.setattr(workers_module, "WorkerProcess", lambda *arguments: started.append(arguments[-1]))
-    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "85")
-    for share in (None, 0.3):
-        workers = Workers(TransformersEngine(), 1, share)
-        workers.start()
-        shutil.rmtree(workers.folder)
-    assert [environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for environment in started] == [None, "30"]
 
 
 def test_continued_completions(policy, pool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import sys
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lgrpo import AdaptiveWeightSync, Prompt, ReplayEngine, RolloutRecorder, Sampling, TransformersEngine
 from lgrpo.callbacks import ExactResume
 from lgrpo.engines import EngineError, NoWeightsError, VLLMEngine, WeightSyncError
+from lgrpo.engines.completions import Generation
 from lgrpo.engines.vllm.runtime import explain
 from lgrpo.types import RECORDED, PolicyWeights
 from tests.engines.partial import check_continued
@@ -146,6 +148,31 @@ def test_samples_do_not_depend_on_batch_or_order(policy, engine):
 
 def test_continued_completions(policy, engine):
     check_continued(engine, policy, prompts(policy, *TEXTS, LONG), TOLERANCE)
+
+
+def test_continued_completions_without_seeds_do_not_repeat_draws(policy, engine, monkeypatch):
+    """vLLM's own generators are seeded before each call, also if the same prompt comes first again."""
+    monkeypatch.setattr(engine, "_is_seeded", False)
+    uniform = copy.deepcopy(policy)
+    with torch.no_grad():
+        for p in uniform.parameters():
+            p.mul_(1e-3)
+    questions, begun, parts = prompts(policy, "12>"), {}, []
+    with engine.holding(uniform.weights(), step=99):
+        for _ in range(3):
+            part = Generation(
+                questions, 4, Sampling(max_tokens=40), 7, policy.tokenizer, None, 99, engine.state.version
+            )
+            part.begun, part.is_partial = begun, True
+            steps = iter(range(100))
+            monkeypatch.setattr(engine, "on_step", lambda p=part, s=steps: setattr(p, "is_stopped", next(s) >= 5))
+            before = [len(c.token_ids) for c in part.begun_of(0)]
+            engine.generate_part(part)
+            begun = part.unfinished or part.groups
+            parts.append([c.token_ids[n:] for c, n in zip(begun[0], before, strict=True)])
+            begun = part.unfinished
+    assert all(a != b for a, b in pairwise(parts))
+    assert sum(len(set(map(tuple, sampled))) for sampled in zip(*parts, strict=True)) >= 10, parts
 
 
 def test_copies_of_a_prompt_draw_from_different_streams(policy, engine):
