@@ -274,7 +274,7 @@ class TestRejected:
 
 def test_recorded_spans(tmp_path):
     """A recording has the parts of a completion and the syncs of all of them; older ones without parts can be read."""
-    recorder = RolloutRecorder(str(tmp_path))
+    recorder = RolloutRecorder(path=str(tmp_path))
     run = fit(rollouts=6, v=1, data=PARTIAL, callbacks=[recorder])
     paths = sorted(tmp_path.glob("*.parquet"))
     rows = [row for path in paths for row in pq.read_table(path).to_pylist()]
