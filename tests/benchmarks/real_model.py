@@ -128,14 +128,16 @@ SECTION = """## A real model: how far may the sampler lag behind?
 Qwen2.5-Coder-1.5B-Instruct learns GSM8K with `configs/papers/a_gsm8k.yaml`, `fast.yaml`, `mask.yaml` and the changes
 listed in [real_model.py](../../tests/benchmarks/real_model.py): {rollouts} rollouts of 28 × 16 completions, an
 optimizer step on each, learning rate 3e-6, no KL term. Before training pass@1 is {before} (500 test problems, two
-samples each, temperature 1). The clip is 0.2 unless named. All runs used one H200, several at a time.
+samples each, temperature 1). The clip is 0.2 unless named. All runs used one H200.
 
 ![pass@1 against steps for each arm](../../tests/benchmarks/results/study_real_model.png)
 
 {table}
 
 *less v=1* is the difference to v = 1 with the same seed; its interval contains the error of evaluating 500 problems,
-and not the variation between seeds. {seeds}; arms with fewer are no verdict, and {tuning}. Rows: {link}."""
+and not the variation between seeds. {seeds}; arms with fewer are no verdict, and {tuning}. Rows: {link}.
+
+{verdicts}"""
 LINK = "[real_model.jsonl](../../tests/benchmarks/results/real_model.jsonl)"
 
 
@@ -295,6 +297,29 @@ def difference(rows: list[dict[str, Any]]) -> str:
     return f"{mean:+.3f} ± {1.96 * variance**0.5:.3f}"
 
 
+def verdicts(arms: dict[str, list[dict[str, Any]]]) -> str:
+    """Return what the seeds of each complete arm say about its difference to the baseline."""
+    from lgrpo.report.intervals import paired_difference
+
+    final = {arm: {row["seed"]: row["pass@1"][-1][1] for row in rows} for arm, rows in arms.items()}
+    others = [arm for arm in final if arm != BASELINE]
+    if BASELINE not in final or not others:
+        return f"No verdict yet: {BASELINE} and another arm need {NUM_SEEDS} seeds."
+    lines = [
+        f"Verdicts on final pass@1: the difference to {BASELINE}, paired by seed, with a t-interval over the seeds at "
+        f"95 % after Bonferroni's correction for {len(others)} comparisons.",
+        "",
+    ]
+    for arm in others:
+        found = paired_difference(final[arm], final[BASELINE], 1 - 0.05 / len(others))
+        assert found is not None
+        side = "below" if found.mean < 0 else "above"
+        is_clear = abs(found.mean) > found.half_width
+        verdict = f"**{side} {BASELINE}**" if is_clear else f"these seeds do not separate it from {BASELINE}"
+        lines.append(f"- {arm}: {found.mean:+.3f} ± {found.half_width:.3f}: {verdict}.")
+    return "\n".join(lines)
+
+
 def area(row: dict[str, Any]) -> float:
     """Return the mean of pass@1 over the steps of a run: the area under its curve."""
     points = row["pass@1"]
@@ -347,6 +372,7 @@ def section() -> str:
         before=f"{first['pass@1'][0][1]:.3f}",
         table=table(),
         seeds=f"{len(complete)} of {len(seeds)} arms have {NUM_SEEDS} seeds",
+        verdicts=verdicts({arm: found[arm] for arm in complete}),
         tuning=tuning(),
         link=LINK,
     )

@@ -122,3 +122,15 @@ def test_the_best_learning_rate_has_the_largest_area(tmp_path, monkeypatch):
     assert real_model.best_rates() == {"v=10": "3e-6"}
     assert "| v=10 | 0.425 | 0.550 | 0.425 | 3e-6 |" in real_model.rate_table()
     assert real_model.table().count("\n") == 1, "held-out problems are not in the table of the test problems"
+
+
+def test_verdicts_follow_from_the_rows():
+    def arm(*values):
+        return [{"seed": seed, "pass@1": [[30, value]]} for seed, value in enumerate(values)]
+
+    arms = {"v=1": arm(0.6, 0.7, 0.8), "v=10": arm(0.5, 0.61, 0.69), "v=10, no clip": arm(0.55, 0.75, 0.8)}
+    first, _, worse, same = real_model.verdicts(arms).splitlines()
+    assert "for 2 comparisons" in first
+    assert worse == "- v=10: -0.100 ± 0.036: **below v=1**."
+    assert same.endswith("these seeds do not separate it from v=1.")
+    assert real_model.verdicts({"v=10": arm(1, 1, 1)}).startswith("No verdict yet")
