@@ -37,7 +37,7 @@ class ExactResume(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             write_atomically(trainer)
-            if self.background and can_write_in_background(trainer.strategy):
+            if self.background and can_write_in_background(trainer):
                 trainer.strategy.checkpoint_io = BackgroundCheckpointIO()
             if isinstance(trainer.strategy.checkpoint_io, BackgroundCheckpointIO):
                 trainer.strategy.checkpoint_io.start()

@@ -19,11 +19,14 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lgrpo.hooks import rollout_owner
+from lgrpo.run.background import BackgroundCheckpointIO
 
 _PERIOD = 1.0
 """Seconds between two checks whether the watch should end."""
 _CLOSE_TIMEOUT = 10.0
 """Seconds to wait for the engine to close."""
+_WRITE_TIMEOUT = 120.0
+"""Seconds to wait for a checkpoint that is being written."""
 
 
 class RankWatch(L.Callback):
@@ -100,6 +103,8 @@ class RankWatch(L.Callback):
             closing = threading.Thread(target=rollout_owner(self._trainer).engine.close, daemon=True)
             closing.start()
             closing.join(_CLOSE_TIMEOUT)
+            if isinstance(checkpoint_io := self._trainer.strategy.checkpoint_io, BackgroundCheckpointIO):
+                checkpoint_io.wait_at_most(_WRITE_TIMEOUT)
             sys.stdout.flush()
             os._exit(1)  # the main thread may be blocked in a collective, which no exception interrupts
         finally:

@@ -165,7 +165,7 @@ class PartialSampler:
         self._after = {}
         if state is not None:
             progress = GroupsInProgress.from_state_dict(state)
-            if state["sampling"] != describe(self._sampler.sampling):
+            if state.get("sampling") != describe(self._sampler.sampling):
                 progress.restart()  # their tokens were drawn from another distribution, or are too many
             self._after[state["rollout"]] = progress
 

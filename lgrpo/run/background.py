@@ -41,28 +41,32 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         started, now = time.perf_counter(), moment(checkpoint)
-        self.report()
         is_awaited = Path(path).name.startswith("hpc_ckpt")  # SLURM ends the process next
+        if not is_awaited:
+            self.report()
         is_local = "://" not in str(path) and storage_options is None
         copied = self._copy(checkpoint, now) if self._thread and is_local and not is_awaited else None
         if copied is None:
-            self.wait()
+            futures.wait(self._jobs)
             super().save_checkpoint(checkpoint, path, storage_options)
-            self.report()
+            self.wait()  # afterwards: an error of an earlier checkpoint must not prevent this one
         else:
             waited = time.perf_counter() - started
             self._submit(lambda: self.write(copied, Path(path), now, waited))
 
     def _copy(self, checkpoint: dict[str, Any], now: Any) -> dict[str, Any] | None:
-        """Return a copy of a checkpoint of the moment ``now``; None if it would be too large."""
+        """Return a copy of a checkpoint of the moment ``now``; None if it would be too large, or cannot be made."""
         if self._copied is not None and self._copied[0][:-1] == now[:-1]:  # at most the state of callbacks differs
             if self._copied[0] != now:
                 self._copied = now, self._copied[1] | {"callbacks": in_host_memory(checkpoint["callbacks"])}
             return self._copied[1]
         self.wait()
-        if not fits_in_host_memory(checkpoint):
+        try:
+            if not fits_in_host_memory(checkpoint):
+                return None
+            self._copied = now, in_host_memory(checkpoint)
+        except (MemoryError, RuntimeError):  # no memory, or tensors that only torch.save can read
             return None
-        self._copied = now, in_host_memory(checkpoint)
         return self._copied[1]
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -76,27 +80,31 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         return super().load_checkpoint(*arguments, **options)
 
     def report(self) -> None:
-        """Report what the thread wrote, or could not write, since the last call."""
-        if all(job.done() for job in self._jobs):
-            self._copied = None  # frees its memory
+        """Report what the thread wrote, or could not write, since the last call; raise its first error."""
+        if not all(job.done() for job in self._jobs):
+            return
+        self._copied, self._jobs = None, []  # frees its memory
         while not self._messages.empty():
             tell, text = self._messages.get()
             tell(text)
-
-    def wait(self) -> None:
-        """Wait until everything is written and removed; raise the first error of the thread."""
-        futures.wait(self._jobs)
-        self._jobs = []
-        self.report()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
+    def wait(self) -> None:
+        """Wait until everything is written and removed; raise the first error of the thread."""
+        futures.wait(self._jobs)
+        self.report()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Wait until everything is written, but not for longer, because the process is about to end."""
+        futures.wait(self._jobs, seconds)
+
     def teardown(self) -> None:
         """Wait, and write at once from now on. The Trainer calls it at the end of ``fit``, also after an error."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        thread, self._thread = self._thread, None  # before it waits: an interrupt writes a checkpoint at once
+        if thread is not None:
+            thread.shutdown()
         self.wait()
 
     def inform(self, tell: Callable[[str], None], text: str) -> None:

@@ -171,11 +171,16 @@ def write_atomically(trainer: L.Trainer) -> None:
         write_shards_atomically(strategy)
 
 
-def can_write_in_background(strategy: Strategy) -> bool:
-    """Return whether a strategy writes atomically, and all of a checkpoint from rank 0."""
-    return type(strategy.checkpoint_io) is AtomicCheckpointIO and not isinstance(
-        strategy, FSDPStrategy | ModelParallelStrategy
-    )
+def can_write_in_background(trainer: L.Trainer) -> bool:
+    """Return whether a Trainer writes checkpoints atomically, all from rank 0, and does not read them at once.
+
+    Several ``ModelCheckpoint`` callbacks, and loggers that upload models, look for a file when it has been saved.
+    """
+    strategy, callbacks = trainer.strategy, trainer.checkpoint_callbacks
+    is_atomic = type(strategy.checkpoint_io) is AtomicCheckpointIO
+    reads = len(callbacks) > 1 or any(getattr(callback, "save_last", None) == "link" for callback in callbacks)
+    reads |= any(getattr(logger, "_log_model", False) for logger in trainer.loggers)
+    return is_atomic and not reads and not isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
 
 
 def write_shards_atomically(strategy: Strategy) -> None:

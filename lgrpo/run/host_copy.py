@@ -76,8 +76,35 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _free_bytes() -> int | None:
     """Return the memory that a process can take without swapping, if the system states it."""
+    lines = _read(Path("/proc/meminfo")).splitlines()
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*free, *_free_in_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))], default=None)
+
+
+def _free_in_groups(own: Path, root: Path) -> Iterator[int]:
+    """Yield what is left of the limit of each control group of this process, such as a container or a job."""
+    for line in _read(own).splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root if controllers == "" else root / controllers
+        names = ("memory.max", "memory.current") if controllers == "" else _OLD_NAMES
+        group = top / name.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = (_read(folder / file).strip() for file in names)
+            if limit.isdecimal() and used.isdecimal():
+                yield max(0, int(limit) - int(used))
+            if folder == top:
+                break
+
+
+_OLD_NAMES = "memory.limit_in_bytes", "memory.usage_in_bytes"
+"""Files of version 1 of control groups."""
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8")
     except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+        return ""

@@ -213,12 +213,12 @@ def break_write(monkeypatch, step):
 
 @pytest.mark.parametrize(("step", "steps"), [(2, 3), (8, 8)])
 def test_an_error_of_the_thread_is_raised(tmp_path, monkeypatch, step, steps):
-    """At the next checkpoint, or at the end."""
+    """At the next step or checkpoint, or at the end."""
     break_write(monkeypatch, step)
     run = build(**settings(tmp_path, save_last=False))
     with pytest.raises(Broken, match="cannot be pickled"):
         run.trainer.fit(run.module, datamodule=run.data)
-    assert run.trainer.global_step == steps
+    assert step <= run.trainer.global_step <= steps
     assert newest_checkpoint(tmp_path).name == f"step={step - 1}.ckpt", "it was kept"
 
 
@@ -307,3 +307,55 @@ def test_a_copy_shares_nothing(tmp_path):
     torch.save(copied, tmp_path / "copied.pt")
     loaded = torch.load(tmp_path / "copied.pt", weights_only=True)
     assert torch.equal(loaded["a"][1]["b"][0], copied["a"][1]["b"][0])
+
+
+def test_limits_of_control_groups(tmp_path):
+    """The smallest rest of a container's or job's limit counts, in both versions of control groups."""
+    (tmp_path / "own").write_text("0::/job/step\n")
+    for folder, limit, used in (("job", "1000", "400"), ("job/step", "max", "300")):
+        (tmp_path / "two" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "two" / folder / "memory.max").write_text(limit)
+        (tmp_path / "two" / folder / "memory.current").write_text(used)
+    assert list(host_copy._free_in_groups(tmp_path / "own", tmp_path / "two")) == [600]
+    (tmp_path / "own").write_text("5:cpu:/x\n4:memory:/job\n")
+    (tmp_path / "one" / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "one" / "memory" / "job" / "memory.limit_in_bytes").write_text("70\n")
+    (tmp_path / "one" / "memory" / "job" / "memory.usage_in_bytes").write_text("90\n")
+    assert list(host_copy._free_in_groups(tmp_path / "own", tmp_path / "one")) == [0]
+    assert list(host_copy._free_in_groups(tmp_path / "none", tmp_path / "one")) == []
+
+
+def test_a_checkpoint_that_cannot_be_copied_is_written_at_once(tmp_path, monkeypatch):
+    def fail(_):
+        raise MemoryError
+
+    monkeypatch.setattr(background, "in_host_memory", fail)
+    checkpoint_io = BackgroundCheckpointIO()
+    checkpoint_io.start()
+    checkpoint_io.save_checkpoint({"global_step": 1, "loops": {}, "callbacks": {}}, tmp_path / "a.ckpt")
+    assert (tmp_path / "a.ckpt").exists()
+    checkpoint_io.teardown()
+
+
+def test_a_checkpoint_after_an_interrupted_end(tmp_path):
+    """Ctrl-C while ``fit`` waits for the last file: the next checkpoint is written at once."""
+    checkpoint_io = BackgroundCheckpointIO()
+    checkpoint_io.start()
+    thread = checkpoint_io._thread
+    thread.shutdown = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_io.teardown()
+    checkpoint_io.save_checkpoint({"global_step": 1, "loops": {}, "callbacks": {}}, tmp_path / "a.ckpt")
+    assert (tmp_path / "a.ckpt").exists()
+    del thread.shutdown
+    thread.shutdown()
+
+
+@pytest.mark.parametrize(
+    "callbacks", [[ModelCheckpoint(every_n_train_steps=n) for n in (1, 2)], [ModelCheckpoint(save_last="link")]]
+)
+def test_runs_that_look_for_the_file_write_at_once(tmp_path, callbacks):
+    trainer = {"enable_checkpointing": True, "default_root_dir": str(tmp_path)}
+    run = build(rollouts=1, callbacks=[ExactResume(), *callbacks], trainer=trainer)
+    run.trainer.fit(run.module, datamodule=run.data)
+    assert not isinstance(run.trainer.strategy.checkpoint_io, BackgroundCheckpointIO)

@@ -45,7 +45,7 @@ class WorkerRequests:
         self._buffers = buffers
         self._manifest = WeightManifest()
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._generation_number = 0
+        self._generation_number = self._last_stopped = 0
         self._is_generating = False
         self._is_sending = False
         self._is_interrupted = False
@@ -134,7 +134,7 @@ class WorkerRequests:
             else:
                 settings = num_samples, sampling, seed, self._tokenizer, send_group
                 generation = Generation(prompts, *settings, *engine.require_weights(), is_partial=True)
-                generation.begun = dict(enumerate(begun))
+                generation.begun, generation.is_stopped = dict(enumerate(begun)), number == self._last_stopped
                 engine.generate_part(generation)
                 for index, group in generation.unfinished.items():
                     send("unfinished", (indices[index], group))
@@ -156,7 +156,8 @@ class WorkerRequests:
         """Serve the next request of a pipe."""
         name, arguments = connection.recv()
         if name == "stop":
-            if arguments == self._generation_number:  # otherwise it comes too late
+            self._last_stopped = arguments
+            if arguments == self._generation_number:  # otherwise it comes too late, or too early
                 self._engine.stop()
             return
         try:
