@@ -39,6 +39,7 @@ def main(args: list[str] | None = None) -> None:
             mistake of the user is then printed as one line, without a traceback (``LGRPO_TRACEBACK=1`` shows it).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave their core
+    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # below engines on a shared GPU, as in engines.processes
     if args is not None:
         run_command(args)
         return

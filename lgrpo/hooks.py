@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Literal, Protocol, cast
 
@@ -18,7 +18,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lgrpo.advantages import Advantage
 from lgrpo.engines import RolloutEngine, Sampling
+from lgrpo.engines.in_flight import SyncPause
 from lgrpo.losses import PolicyLoss
 from lgrpo.metrics import StepMetrics
 from lgrpo.policy import CausalPolicy
@@ -58,14 +60,25 @@ class TrainPrompts(Protocol):
     def at(self, position: int) -> Prompt: ...
 
 
+class SamplingSchedule(Protocol):
+    """Part of the schedule of rollouts that callbacks use."""
+
+    pause: SyncPause
+
+    def paused(self) -> AbstractContextManager[None]: ...
+
+
 class RolloutOwner(Protocol):
     """Part of the data module that the module and callbacks use."""
 
     engine: RolloutEngine
+    advantage: Advantage
     lead: int
     reuse: int
     generate_ahead: bool
     overlap: bool
+    partial: object | None
+    schedule: SamplingSchedule
     max_lag: int | None
     behaviour_logprobs: Literal["engine", "policy"]
     tokenizer: PreTrainedTokenizerBase
@@ -84,8 +97,6 @@ class RolloutOwner(Protocol):
     def micro_batches(self) -> list[RolloutBatch]: ...
 
     def sampled(self) -> list[RolloutBatch]: ...
-
-    def wait_for_sampling(self) -> None: ...
 
     def sample_held_out(self, num_prompts: int) -> RolloutBatch: ...
 
@@ -187,4 +198,4 @@ def _is_same(batch: RolloutBatch, before: RolloutBatch, name: str) -> bool:
     if name == "loss_mask" or not isinstance(value, Tensor) or not isinstance(old, Tensor):
         return name == "loss_mask" or value == old
     same_kind = value.shape == old.shape and value.dtype == old.dtype
-    return same_kind and torch.equal(value.contiguous().view(torch.uint8), old.contiguous().view(torch.uint8))
+    return same_kind and torch.equal(*(tensor.flatten().contiguous().view(torch.uint8) for tensor in (value, old)))

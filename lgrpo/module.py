@@ -25,6 +25,7 @@ from lgrpo.policy import CausalPolicy
 from lgrpo.policy.checkpoint import InitialReference, drop_omitted_weights, restore_omitted_weights
 from lgrpo.policy.memory import check_memory, used_memory
 from lgrpo.policy.reference import Reference, ReferenceLogprobs, make_reference
+from lgrpo.policy.step_rules import StepRule, the_rule
 from lgrpo.policy.strategy import check_precision, check_strategy, clip_gradients, compute_dtype, is_sharding, shard
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.loggers import StepLog, log_evaluation, tolerate_failures
@@ -41,6 +42,7 @@ class GRPOModule(L.LightningModule):
         loss: PolicyLoss = ClippedLoss(),  # noqa: B008
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
         scheduler: LRSchedulerCallable | None = None,
+        step_rule: StepRule | list[StepRule] | None = None,
     ) -> None:
         """
         Args:
@@ -48,6 +50,7 @@ class GRPOModule(L.LightningModule):
             loss: Loss that each optimizer step minimises.
             optimizer: Optimizer of the policy's parameters.
             scheduler: Learning-rate scheduler, stepped after every optimizer step. By default none.
+            step_rule: Rule that scales the update, such as EffectiveSampleSize (VCPO). By default none.
         """
         super().__init__()
         check_instance("policy", policy, CausalPolicy, "a CausalPolicy, such as CausalPolicy('Qwen/Qwen3-0.6B')")
@@ -59,6 +62,9 @@ class GRPOModule(L.LightningModule):
         self._initial_reference = InitialReference()
         self.loss = copy.deepcopy(loss)  # the default is one object that all modules share
         self.optimizer, self.scheduler = optimizer, scheduler
+        self.step_rule = copy.deepcopy(the_rule(step_rule))
+        if self.step_rule is not None:
+            check_instance("step_rule", self.step_rule, StepRule, "a StepRule, such as EffectiveSampleSize()")
         self.step_metrics, self.amplifications = StepMetrics(), Amplifications()
         self.proximal = ProximalMemory()
         self._reference_logprobs, self._step_log = ReferenceLogprobs(), StepLog()
@@ -140,14 +146,36 @@ class GRPOModule(L.LightningModule):
         check_memory(self.policy, self.trainer, rollout_owner(self.trainer).micro_batch_tokens)
 
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+        is_first = batch_idx % self.trainer.accumulate_grad_batches == 0
+        if is_first:
             self._step_log.start(batch.metrics)
             self.step_metrics.reset()
+            if self.step_rule is not None:
+                self.step_rule.start()
         self._step_is_empty = not self.loss.has_gradient(batch.totals)  # optimizer_step may call training_step
+        if is_first and self.loss.surveys_step and not self._step_is_empty:
+            self._survey_step()
+
+    def _survey_step(self) -> None:
+        """Show the loss all tokens of the optimizer step that begins."""
+        parts = []
+        for batch in rollout_owner(self.trainer).micro_batches:
+            policy = self.policy_logprobs(batch)
+            proximal = self.proximal.logprobs(batch, policy) if self.loss.needs_proximal else None
+            unknown = torch.full_like(policy, torch.nan)
+            logprobs = PolicyLogprobs(policy=policy, entropy=unknown, proximal=proximal, step=self.global_step)
+            parts.append((batch, logprobs))
+        self.loss.survey(parts, self._gather)
+
+    def _gather(self, values: Tensor) -> Tensor:
+        """Join the vectors of all ranks."""
+        return torch.cat(gather_ranks(self.trainer, values))
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         logprobs = self._logprobs(batch)
         output = self.loss(batch, logprobs)
+        if self.step_rule is not None:
+            self.step_rule.see(batch, logprobs.policy)
         self.step_metrics.update(**output.quantities(batch, logprobs))
         # Lightning divides by the number of micro-batches and averages over ranks; the totals include both already
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
@@ -164,6 +192,9 @@ class GRPOModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
+        if self.step_rule is not None and not self._step_is_empty:
+            for name, value in self.step_rule.apply(optimizer, self._gather).items():
+                self.add_metric(name, value)
         self._grad_norm = clip_gradients(self, self.policy, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(
@@ -171,7 +202,11 @@ class GRPOModule(L.LightningModule):
     ) -> None:
         """Step and log. A step without a gradient changes nothing: momentum and weight decay do not act either."""
         if not self._step_is_empty:
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            try:
+                super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            finally:
+                if self.step_rule is not None:
+                    self.step_rule.undo(optimizer)
         elif optimizer_closure is not None:
             optimizer_closure()
         self._log_step(float(optimizer.param_groups[0]["lr"]))
@@ -233,6 +268,7 @@ class GRPOModule(L.LightningModule):
 
     def _resume_settings(self) -> ResumeSettings:
         settings = {"loss": describe(self.loss), "world size": self.trainer.world_size}
+        settings["model.step_rule"] = describe(self.step_rule)
         settings["trainer.accumulate_grad_batches"] = self.trainer.accumulate_grad_batches
         for owner in (self.policy, rollout_owner(self.trainer), *rollout_callbacks(self.trainer)):
             settings |= owner.resume_settings()  # type: ignore[attr-defined]

@@ -136,6 +136,10 @@ class RolloutBatch:
     """Source of ``behaviour_logprobs``: the engine while it sampled, or the policy while it equalled α."""
     proximal_logprobs: Tensor | None = None
     """[B, T] log π_k(token) if known beforehand; otherwise the module stores it in the first pass."""
+    reward_parts: Tensor | None = None
+    """[B, 2, K] float32: each reward of a weighted sum, and its weight; None if the reward is not a sum."""
+    zero_variance: Tensor | None = None
+    """[B] bool: completions of groups whose rewards are all equal, set with the advantages."""
     totals: StepTotals = field(default_factory=StepTotals)
     """Denominators of the optimizer step, set when the masks are final."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -23,14 +23,15 @@ from lgrpo.functional import has_reward_variance
 from lgrpo.losses import ComposedLoss, EntropyBonus, MinClip
 from lgrpo.rewards import ExactMatch, OverlongPenalty, Reward
 from lgrpo.tasks import SortDigits
-from tests.helpers import Logged, fit, largest_difference
+from tests.helpers import Logged, fit, largest_difference, tiny_policy
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 METHODS = sorted(path.stem for path in (CONFIGS / "algorithms").glob("*.yaml"))
 NAMED = """grpo off_policy_grpo off_policy_grpo_eq6 reinforce rec_oneside_is rec_oneside_nois rec_twoside_is
 rec_twoside_nois rec_ring_is rec_ring_nois rec_gspo_is rec_gspo_nois rec_oneside_wide red_drop red_weight
-red_weight_adaptive opmd opmd_kimi asymre dr_grpo dapo gspo gmpo cispo rloo reinforce_plus_plus maxrl topr decoupled_ppo
-tis_grpo mis_grpo m2po"""
+red_weight_adaptive opmd opmd_log_mean_exp opmd_kimi asymre dr_grpo dapo gspo gmpo cispo rloo reinforce_plus_plus maxrl
+topr decoupled_ppo tis_grpo mis_grpo m2po dppo_tv dppo_kl sapo vespo trm icepop tis_grpo_sequence tis_grpo_geometric
+geo_rs_grpo k3_rs_grpo luspo gdpo rl_zvp mcpo opo estr a3po mu_grpo vcpo clip_cov kl_cov"""
 
 
 def test_the_list_of_methods_is_complete():
@@ -95,8 +96,22 @@ def test_overlays_replace_each_other_completely(method, tmp_path):
         return json.dumps(config, sort_keys=True, default=str)
 
     own = shown(f"algorithms/{method}")
-    for other in ("tis_grpo", "red_weight_adaptive", "dapo", "off_policy_grpo", "grpo"):
+    for other in ("tis_grpo", "red_weight_adaptive", "dapo", "off_policy_grpo", "grpo", "vcpo"):
         assert shown(f"algorithms/{other}", f"algorithms/{method}") == own
+
+
+@pytest.mark.parametrize("method", ["dppo_kl", "vespo", "trm", "k3_rs_grpo", "luspo", "estr", "a3po", "mu_grpo"])
+@pytest.mark.slow("trains twice")
+def test_micro_batches_and_packed_rows_do_not_matter(method, tmp_path):
+    """Packed rows in one micro-batch, and padded rows in four, over two passes with stale samples."""
+    overlay = f"--config={CONFIGS / 'algorithms' / method}.yaml"
+    loss = demonstration(tmp_path, overlay).model.loss
+    settings = {"rollouts": 4, "v": 2, "i": 2, "learning_rate": 0.3, "loss": loss}
+    packed = fit(**settings, policy=tiny_policy(attention="packed"))
+    padded = fit(**settings, policy=tiny_policy(attention="sdpa"), trainer={"accumulate_grad_batches": 4})
+    start = fit(**settings | {"learning_rate": 0.0})
+    assert largest_difference(packed.weights, padded.weights) < 5e-6
+    assert largest_difference(packed.weights, start.weights) > 0.05
 
 
 OWN_LOSS = (CONFIGS.parent / "tutorials" / "pages" / "own_loss.md").read_text(encoding="utf-8")

@@ -17,8 +17,7 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.data import schedule
 from lgrpo.data.sampler import DynamicSampling
 from lgrpo.data.schedule import RolloutQueue
-from lgrpo.engines import EngineError, EnginePool, VLLMEngine
-from lgrpo.engines.base import Timeouts
+from lgrpo.engines import EngineError, EnginePool, Timeouts, VLLMEngine
 from lgrpo.rewards import Reward, WeightedSum
 from lgrpo.tasks import SortDigits
 from tests.helpers import LowDigits, build, fit, largest_difference

@@ -16,7 +16,7 @@ from lgrpo import RolloutCallback, Sampling, TransformersEngine
 from lgrpo.callbacks import ExactResume
 from lgrpo.data.partial import PartialRollouts, versions_of
 from lgrpo.data.sampler import DynamicSampling
-from lgrpo.engines import EngineError, EnginePool, VLLMServerEngine
+from lgrpo.engines import EngineError, EnginePool
 from lgrpo.recordings import Recording, RolloutRecorder
 from tests.helpers import build, fit, largest_difference
 from tests.test_overlap import SaveEveryStep, SlowSteps, assert_same
@@ -250,11 +250,15 @@ def test_pool_with_a_worker_killed_in_a_partial_rollout():
             assert torch.allclose(logprobs[own], batch.behaviour_logprobs[own], atol=1e-4)
 
 
+class CannotContinue(TransformersEngine):
+    can_continue = False
+
+
 class TestRejected:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"engine": VLLMServerEngine()}, "VLLMServerEngine cannot continue completions from their tokens"),
+            ({"engine": CannotContinue()}, "CannotContinue cannot continue completions from their tokens"),
             ({"behaviour_logprobs": "policy"}, "log π_α of tokens that were sampled from earlier weights"),
             ({"dynamic_sampling": DynamicSampling()}, "a partial rollout is not resampled"),
         ],

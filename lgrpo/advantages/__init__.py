@@ -2,8 +2,17 @@
 
 from lgrpo.advantages.base import Advantage, Scores
 from lgrpo.advantages.baselines import Baseline, BatchMean, GroupMean, LeaveOneOut, LogMeanExp, NoBaseline
-from lgrpo.advantages.group import ComposedAdvantage, DropNegatives, ExponentiallyWeighted, GroupWhitened
-from lgrpo.advantages.scales import BatchStd, BernoulliStd, GroupMeanScale, GroupStd, NoScale, Scale
+from lgrpo.advantages.group import (
+    ComposedAdvantage,
+    DropNegatives,
+    ExponentiallyWeighted,
+    GroupWhitened,
+    LeastVariance,
+    LengthWeighted,
+)
+from lgrpo.advantages.parts import DecoupledWhitened
+from lgrpo.advantages.scales import BatchStd, BernoulliStd, GroupMeanScale, GroupStd, MajorityStd, NoScale, Scale
+from lgrpo.advantages.zero_variance import SignedZeroVariance
 
 __all__ = [
     "Advantage",
@@ -12,16 +21,21 @@ __all__ = [
     "BatchStd",
     "BernoulliStd",
     "ComposedAdvantage",
+    "DecoupledWhitened",
     "DropNegatives",
     "ExponentiallyWeighted",
     "GroupMean",
     "GroupMeanScale",
     "GroupStd",
     "GroupWhitened",
+    "LeastVariance",
     "LeaveOneOut",
+    "LengthWeighted",
     "LogMeanExp",
+    "MajorityStd",
     "NoBaseline",
     "NoScale",
     "Scale",
     "Scores",
+    "SignedZeroVariance",
 ]

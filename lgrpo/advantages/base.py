@@ -19,10 +19,22 @@ class Scores:
     draws: Tensor
     """Uniform random number in [0, 1) of each completion [B], for advantages that choose at random."""
     group_size: int
+    log_ratios: Tensor | None = None
+    """log π_k/π_α of each completion [B], for advantages that set ``needs_log_ratios``."""
+    parts: Tensor | None = None
+    """Each reward of a weighted sum, and its weight [B, 2, K], for advantages that set ``needs_parts``."""
 
 
 class Advantage(ABC):
     """Value of each completion relative to others of its rollout."""
+
+    needs_parts = False
+    """Whether it reads each reward of a sum."""
+    needs_log_ratios = False
+    """Whether it reads log π_k/π_α, which costs one more pass without gradient for each rollout."""
+
+    uses_zero_variance = False
+    """Whether completions of a group whose rewards are all equal may have an advantage."""
 
     @abstractmethod
     def __call__(self, scores: Scores) -> Tensor:

@@ -11,7 +11,7 @@ from lgrpo.advantages.base import Advantage, Scores
 from lgrpo.advantages.baselines import Baseline, GroupMean
 from lgrpo.advantages.scales import GroupStd, NoScale, Scale
 from lgrpo.checks import check_range
-from lgrpo.functional import adaptive_temperature, drop_negatives, grouped
+from lgrpo.functional import adaptive_temperature, drop_negatives, grouped, weighted_mean
 
 
 class ComposedAdvantage(Advantage):
@@ -56,6 +56,47 @@ class GroupWhitened(ComposedAdvantage):
 
 
 @final
+class LengthWeighted(Advantage):
+    """OPO: ``r - Σ n r / Σ n`` of the group, with n the tokens of a completion.
+
+    This baseline has the least variance if the squared norm of a completion's gradient is proportional to n.
+    """
+
+    def __call__(self, scores: Scores) -> Tensor:
+        groups = grouped(scores.rewards, scores.group_size)
+        lengths = scores.lengths.view_as(groups).to(groups).clamp(min=1)
+        return (groups - weighted_mean(groups, lengths)).flatten()
+
+
+@final
+class LeastVariance(Advantage):
+    """VCPO's off-policy baseline: ``(r - Σ w² n r / Σ w² n) / σ`` of the group.
+
+    w is π_k/π_α of a completion and n the number of its tokens, which stands for the squared norm of its gradient, as
+    in ``LengthWeighted``. With w = 1 and ``scale`` NoScale the two are equal.
+    """
+
+    needs_log_ratios = True
+
+    def __init__(self, scale: Scale = GroupStd(1e-6, "outside")) -> None:  # noqa: B008
+        """
+        Args:
+            scale: Number the difference is divided by.
+        """
+        self.scale = scale
+
+    def __call__(self, scores: Scores) -> Tensor:
+        if scores.log_ratios is None:
+            raise ValueError("LeastVariance needs π_k/π_α of each completion, but there are no ratios")
+        groups = grouped(scores.rewards, scores.group_size)
+        lengths, log_ratios = (values.view_as(groups).to(groups) for values in (scores.lengths, scores.log_ratios))
+        largest = log_ratios.amax(1, keepdim=True)  # a common factor of the weights, which could overflow
+        weights = lengths.clamp(min=1) * (2 * (log_ratios - largest)).exp()
+        centred = groups - weighted_mean(groups, weights)
+        return (centred / self.scale(groups, centred)).flatten()
+
+
+@final
 class DropNegatives(Advantage):
     """RED-Drop: drops random negatives of a group that has more negatives than positives; centres the others.
 
@@ -94,6 +135,7 @@ class ExponentiallyWeighted(Advantage):
         else:
             check_range("temperature", temperature, above=0)
         self.advantage = advantage
+        self.needs_parts, self.needs_log_ratios = advantage.needs_parts, advantage.needs_log_ratios
         self.temperature = temperature
         self.least_temperature = least_temperature
 

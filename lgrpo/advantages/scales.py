@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lgrpo.checks import check_range
-from lgrpo.functional import bernoulli_std, group_std
+from lgrpo.functional import bernoulli_std, group_std, majority_scale
 
 
 class Scale(ABC):
@@ -18,6 +18,15 @@ class Scale(ABC):
     @abstractmethod
     def __call__(self, groups: Tensor, centred: Tensor) -> Tensor:
         """Return the scale of raw and centred rewards [P, G]: positive, in a shape that broadcasts against them."""
+
+
+def _check_rates(name: str, groups: Tensor) -> None:
+    """Raise a ``ValueError`` unless all rewards are from 0 to 1."""
+    if bool((groups < 0).any() or (groups > 1).any()):
+        raise ValueError(
+            f"{name} requires rewards from 0 to 1, but they range from {float(groups.min()):g} to "
+            f"{float(groups.max()):g}: use GroupStd"
+        )
 
 
 _NO_DIVISION_BY_0 = "a group without variance would be divided by 0"
@@ -58,12 +67,28 @@ class BernoulliStd(Scale):
         self.smoothing = smoothing
 
     def __call__(self, groups: Tensor, centred: Tensor) -> Tensor:
-        if bool((groups < 0).any() or (groups > 1).any()):
-            raise ValueError(
-                f"BernoulliStd requires rewards from 0 to 1, but they range from {float(groups.min()):g} to "
-                f"{float(groups.max()):g}: use GroupStd"
-            )
+        _check_rates("BernoulliStd", groups)
         return bernoulli_std(groups, self.smoothing)
+
+
+@final
+class MajorityStd(Scale):
+    """Standard deviation of the group, times ``2 √(p (1 - p))`` if its mean reward p is above ½ (MCPO).
+
+    For rewards of 0 and 1. Groups in which most completions succeed then count as much as those in which half do.
+    """
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        """
+        Args:
+            eps: Constant added to the scale.
+        """
+        check_range("eps", eps, above=0, reason=_NO_DIVISION_BY_0)
+        self.eps = eps
+
+    def __call__(self, groups: Tensor, centred: Tensor) -> Tensor:
+        _check_rates("MajorityStd", groups)
+        return groups.std(1, keepdim=True, correction=0) * majority_scale(groups) + self.eps
 
 
 @final

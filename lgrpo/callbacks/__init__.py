@@ -3,6 +3,7 @@
 from lgrpo.callbacks.adaptive_weight_sync import AdaptiveWeightSync
 from lgrpo.callbacks.exact_resume import ExactResume
 from lgrpo.callbacks.finite_steps import FiniteSteps
+from lgrpo.callbacks.gradient_alignment import GradientAlignment
 from lgrpo.callbacks.improvement_monitor import ImprovementMonitor
 from lgrpo.callbacks.interrupt import GracefulInterrupt
 from lgrpo.callbacks.mismatch_guard import MismatchGuard
@@ -24,6 +25,7 @@ __all__ = [
     "ExactResume",
     "FiniteSteps",
     "GracefulInterrupt",
+    "GradientAlignment",
     "ImprovementMonitor",
     "MismatchGuard",
     "OverlongMask",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lgrpo.callbacks.log_ratios import log_ratios
 from lgrpo.checks import check_count, check_range
-from lgrpo.functional import completion_log_ratio
+from lgrpo.functional import completion_log_ratio, trust_region_terms
 from lgrpo.functional.sync_cycle import is_selected
 from lgrpo.hooks import RolloutCallback, rollout_owner
 from lgrpo.metrics import CalibrationMetrics, ImprovementMetrics, LagHistogram, OffPolicyMetrics
@@ -22,7 +22,7 @@ from lgrpo.types import RolloutBatch
 
 
 class ImprovementMonitor(RolloutCallback):
-    """Logs every term of Mroueh et al.'s Theorem 1 for one in n rollouts, with ratios of whole completions.
+    """Logs every term of Mroueh et al.'s Theorem 1 for one in n rollouts, with ratios of whole completions, and TRM's.
 
     π is the policy after the rollout's last optimizer step, π_k the policy before its first, α the policy that sampled.
     The first two need a pass without gradient each. Weights and completions of the run do not change. π was trained on
@@ -113,14 +113,15 @@ class ImprovementMonitor(RolloutCallback):
         log_ratio = log_ratios(trainer, rollout)
         has_ratio = ~log_ratio.isnan().any(1).view(-1, size).any(1).repeat_interleave(size)
         known = rollout.is_known & has_ratio  # recorded groups may lack log-probabilities
+        log_ratio, mask = log_ratio[known], rollout.completion_mask[known]
+        rewards = rollout.rewards[known].view(-1, size)
         self.terms.update(
-            log_ratio=completion_log_ratio(log_ratio, rollout.completion_mask)[known].view(-1, size),
+            log_ratio=completion_log_ratio(log_ratio, mask).view(-1, size),
             proximal_log_ratio=self._proximal[known].view(-1, size),
-            rewards=rollout.rewards[known].view(-1, size),
+            rewards=rewards,
+            trust_region=trust_region_terms(log_ratio, rollout.behaviour_logprobs[known], mask, rewards.double()),
         )
-        self.divergence.update(
-            log_ratio=log_ratio[known], mask=rollout.completion_mask[known], advantages=rollout.advantages[known]
-        )
+        self.divergence.update(log_ratio=log_ratio, mask=mask, advantages=rollout.advantages[known])
         metrics = self._compute(self.terms) | self._compute(self.divergence) | self._compute(self.lags)
         if "gain" in metrics and metrics["zero_variance_fraction"] < 1 and "bound_2" not in metrics:
             rank_zero_warn(

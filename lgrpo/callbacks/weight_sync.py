@@ -11,7 +11,7 @@ import lightning as L
 from lgrpo.callbacks.jsonl import append_lines
 from lgrpo.checks import check_count, check_schedule
 from lgrpo.functional.sync_cycle import Period, is_sync_due, num_rollouts_in_cycle
-from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
+from lgrpo.hooks import RolloutCallback, RolloutOwner, policy_owner, rollout_owner
 from lgrpo.run.resume import ResumeSettings, describe
 
 
@@ -53,8 +53,8 @@ class EngineSync(RolloutCallback, ABC):
                 return  # otherwise the engine has no weights for it, because the run was resumed with another period
         weights = policy_owner(trainer).policy_weights()
         try:
-            data.wait_for_sampling()  # a run resumed with a shorter period may be sampling from the longer cycle
-            record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
+            with data.schedule.paused():  # a run resumed with a shorter period may be sampling from the longer cycle
+                record = engine.load_weights(weights, trainer.global_step, self.num_rollouts(trainer, rollout))
         except BaseException:
             self.load_state_dict(before)  # a checkpoint written now must repeat this sync
             raise
@@ -70,15 +70,18 @@ class WeightSync(EngineSync):
     rollouts have been trained on. It has no state: the rollout's index decides.
     """
 
-    def __init__(self, period: Period = 1) -> None:
+    def __init__(self, period: Period = 1, in_flight: bool = False) -> None:
         """
         Args:
             period: v, in rollouts. 1 is on-policy; null never syncs after the first time (offline). ``{0: 1, 20: 5}``
                 changes it during the run: from rollout 20 on it syncs before rollouts 20, 25, 30, …
+            in_flight: Whether a sync interrupts the generation that is running, which then continues from its tokens
+                with the new weights. Otherwise the sync waits until it ends. Needs ``data.overlap`` and ``data.lead``.
         """
         reason = "it is a number of rollouts"
         check_schedule("weight_sync.period", period, partial(check_count, at_least=1, reason=reason))
         self._period = period
+        self.in_flight = in_flight
 
     @property
     def period(self) -> Period:
@@ -98,7 +101,12 @@ class WeightSync(EngineSync):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         data = rollout_owner(trainer)
-        if stage != "fit" or data.behaviour_logprobs == "engine":
+        if stage != "fit":
+            return
+        if self.in_flight:
+            check_in_flight(data)
+            data.schedule.pause.is_allowed = True
+        if data.behaviour_logprobs == "engine":
             return
         reason = "data.behaviour_logprobs is 'policy', which computes log π_α while the policy still equals π_α"
         periods = set(self.period.values()) if isinstance(self.period, dict) else {self.period}
@@ -123,3 +131,23 @@ class WeightSync(EngineSync):
 
     def resume_settings(self) -> ResumeSettings:
         return {"weight_sync": {"class": type(self).__name__, "period": describe(self.period)}}
+
+
+def check_in_flight(data: RolloutOwner) -> None:
+    """Raise an error if a sync can never find a generation to interrupt, or the engine cannot continue one."""
+    if not data.engine.can_continue:
+        raise ValueError(
+            f"weight_sync.in_flight is true, but {type(data.engine).__name__} cannot continue completions from their "
+            "tokens: use VLLMServerEngine, or an EnginePool of VLLMEngine"
+        )
+    if not data.overlap or data.lead == 0:
+        raise ValueError(
+            f"weight_sync.in_flight is true, but with data.overlap {str(data.overlap).lower()} and data.lead "
+            f"{data.lead} nothing is being sampled when a sync is due: set data.overlap to true and data.lead to 1 or "
+            "more"
+        )
+    if data.partial is not None:
+        raise ValueError(
+            "weight_sync.in_flight and data.partial are both set: a group could then have more versions than "
+            "data.partial.max_spans. Set one of them"
+        )

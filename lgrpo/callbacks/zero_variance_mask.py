@@ -6,7 +6,7 @@ import lightning as L
 
 from lgrpo.checks import check_range
 from lgrpo.functional import has_reward_variance
-from lgrpo.hooks import RolloutCallback
+from lgrpo.hooks import RolloutCallback, policy_owner, rollout_owner
 from lgrpo.types import RolloutBatch
 
 
@@ -25,6 +25,20 @@ class ZeroVarianceMask(RolloutCallback):
         """
         check_range("zero_variance_mask.tolerance", tolerance, at_least=0)
         self.tolerance = tolerance
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if (advantage := rollout_owner(trainer).advantage).uses_zero_variance:
+            raise ValueError(
+                "zero_variance_mask takes groups whose rewards are all equal out of the loss, but their completions "
+                f"may have an advantage with data.advantage {type(advantage).__name__}: set zero_variance_mask: null"
+            )
+        if policy_owner(trainer).loss.needs_zero_variance:
+            raise ValueError(
+                "zero_variance_mask takes groups whose rewards are all equal out of the loss, but model.loss has a "
+                "part for these groups (EntropyGuided or MasteredHinge): set zero_variance_mask: null"
+            )
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
         varied = has_reward_variance(batch.rewards, batch.group_size, self.tolerance)

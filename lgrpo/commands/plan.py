@@ -21,8 +21,8 @@ def main(args: list[str]) -> None:
         "plan",
         "No weights and no data are loaded. The table has one row each for the schedule (v and i), one rollout, one "
         "optimizer step, its micro-batches, the syncs, the lags that occur, one epoch, the whole run, groups whose "
-        "rewards are all equal, what overlaps, the policy, the memory of the trainer, and a checkpoint. All options of "
-        "lgrpo fit are accepted.",
+        "rewards are all equal, what overlaps, the policy, the memory of the trainer, a checkpoint, and the expected "
+        "time on an H200. All options of lgrpo fit are accepted.",
         "lgrpo plan --config configs/demo.yaml --weight_sync.period 5",
     )
     parser.usage = "%(prog)s [-h] [options of lgrpo fit]"
@@ -58,7 +58,7 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         micro_batches = num_micro_batches(completions // num_ranks, longest_row, budget)
     rows_each = completions / micro_batches / num_ranks
     rows = [
-        ("schedule", _schedule(sync, reuse, bool(data.partial))),
+        ("schedule", _schedule(sync, reuse, data.lead, bool(data.partial))),
         (
             "rollout",
             f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each"
@@ -67,7 +67,7 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
         ("micro-batches", _micro_batches(micro_batches, ranks, rows_each, budget)),
         ("sync", _sync(sync, reuse)),
-        ("lags that occur", _lags(adaptive.maximum if adaptive else period, data, at_most=adaptive is not None)),
+        ("lags that occur", _lags(adaptive.maximum if adaptive else period, data, sync)),
         *_whole_run(
             config, micro_batches, adaptive.maximum if adaptive else period, adaptive.minimum if adaptive else None
         ),
@@ -77,8 +77,12 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         from lgrpo.commands.plan_memory import memory_rows, overlapping_engine
 
         if (engine := overlapping_engine(config)) is not None:
-            rows.append(("overlap", _overlap(sync, data.lead) + _shared_memory(engine.has_own_device)))
-        rows += memory_rows(config, rows_each * longest)
+            overlap = _overlap(sync, data.lead) + _shared_memory(engine.has_own_device)
+            if sync.get("in_flight"):
+                overlap += "; a sync interrupts sampling, which continues with the new weights (weight_sync.in_flight)"
+            rows.append(("overlap", overlap))
+        steps = _num_steps(config, micro_batches)
+        rows += memory_rows(config, rows_each * longest, None if steps is None else -(-steps // reuse))
     if data.partial:
         extra = getattr(data.partial, "extra_prompts", None) or max(1, data.num_prompts // 4)
         text = f"a rollout ends when {data.num_prompts} of {data.num_prompts + extra} groups are whole (data.partial)"
@@ -128,7 +132,7 @@ def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None
     return f"at least {number} in each step on {ranks}, of {budget:,} tokens at most (more if prompts are longer)"
 
 
-def _schedule(sync: Namespace, reuse: int, is_partial: bool) -> str:
+def _schedule(sync: Namespace, reuse: int, lead: int, is_partial: bool) -> str:
     if "budget" in sync:
         return f"v by measurement, {sync.minimum} to {sync.maximum}, i = {reuse}: off-policy as far as a budget allows"
     period = sync.get("period")
@@ -140,7 +144,7 @@ def _schedule(sync: Namespace, reuse: int, is_partial: bool) -> str:
         (True, False): "reuse: several steps on each rollout",
         (False, True): "off-policy: the sampler lags behind",
         (False, False): "off-policy, with several steps on each rollout",
-    }[period == 1, reuse == 1]
+    }[period == 1 and lead == 0, reuse == 1]
     return f"v = {v}, i = {reuse}: {kind}"
 
 
@@ -166,9 +170,9 @@ def _over_rollouts(period: dict[int, int | None]) -> str:
     return ", ".join(v if first == 0 else f"from rollout {first} on {v}" for first, v in values)
 
 
-def _lags(period: Period, data: Namespace, at_most: bool = False) -> str:
+def _lags(period: Period, data: Namespace, sync: Namespace) -> str:
     """Return every lag, in optimizer steps, that a completion can have in an optimizer step on it."""
-    first = data.lead * data.reuse
+    at_most, first = "budget" in sync, data.lead * data.reuse
     if isinstance(period, dict):
         firsts = sorted(period)
         lengths = {first: later - first for first, later in itertools.pairwise(firsts)}
@@ -185,6 +189,8 @@ def _lags(period: Period, data: Namespace, at_most: bool = False) -> str:
         text = "0: every completion is fresh" if last == 0 else f"{', '.join(numbers)} optimizer steps, {ending}"
         if data.lead:
             text += f"; less in the first {data.lead} rollouts"
+            if sync.get("in_flight"):
+                text += ", and for tokens sampled after a sync in flight"
     if data.partial:
         from lgrpo.data.partial import PartialRollouts
 
@@ -209,22 +215,14 @@ def _num_syncs(rollouts: int, period: Period, lead: int) -> int:
 def _whole_run(
     config: Namespace, micro_batches: int, period: Period, min_period: int | None = None
 ) -> list[tuple[str, str]]:
-    data, trainer = config.data, config.trainer
+    data = config.data
     if data.num_rollouts is None:
         return [("stage (epoch)", "one pass over the training prompts; set data.num_rollouts to choose its length")]
-    epoch_steps, limit = data.num_rollouts * data.reuse, trainer.limit_train_batches
-    if limit is not None:  # a number of batches, or a share of them
-        batches = epoch_steps * micro_batches
-        epoch_steps = (int(limit * batches) if isinstance(limit, float) else min(limit, batches)) // micro_batches
+    epoch_steps = _epoch_steps(config, micro_batches)
     stage = ("stage (epoch)", f"{epoch_steps / data.reuse:g} rollouts, {epoch_steps} optimizer steps")
-    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
-    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        limits.append(trainer.max_epochs * epoch_steps)
-    elif trainer.max_epochs is None and not limits:
-        limits.append(1000 * epoch_steps)  # Lightning's default
-    if not limits:
+    steps = _num_steps(config, micro_batches)
+    if steps is None:
         return [stage, ("whole run", "no end: neither trainer.max_epochs nor trainer.max_steps is set")]
-    steps = min(limits)
     rollouts = -(-steps // data.reuse)
     syncs = str(_num_syncs(rollouts, period, data.lead))
     if min_period is not None:
@@ -232,6 +230,29 @@ def _whole_run(
     completions = rollouts * data.num_prompts * data.group_size
     whole = f"{rollouts} rollouts, {steps} optimizer steps, {syncs} syncs, {completions:,} completions"
     return [stage, ("whole run", whole)]
+
+
+def _epoch_steps(config: Namespace, micro_batches: int) -> int:
+    """Return the optimizer steps of an epoch of ``data.num_rollouts``."""
+    data, limit = config.data, config.trainer.limit_train_batches
+    steps: int = data.num_rollouts * data.reuse
+    if limit is not None:  # a number of batches, or a share of them
+        batches = steps * micro_batches
+        steps = (int(limit * batches) if isinstance(limit, float) else min(limit, batches)) // micro_batches
+    return steps
+
+
+def _num_steps(config: Namespace, micro_batches: int) -> int | None:
+    """Return the optimizer steps of the whole run; None if it has no end, or its epochs have no known length."""
+    trainer = config.trainer
+    if config.data.num_rollouts is None:
+        return None
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        limits.append(trainer.max_epochs * _epoch_steps(config, micro_batches))
+    elif trainer.max_epochs is None and not limits:
+        limits.append(1000 * _epoch_steps(config, micro_batches))  # Lightning's default
+    return min(limits) if limits else None
 
 
 def _zero_variance_groups(config: Namespace) -> str:

@@ -1,4 +1,4 @@
-"""The rows of ``lgrpo plan`` about parameters and memory."""
+"""The rows of ``lgrpo plan`` that depend on the model: parameters, memory, and time (``plan_time``)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from jsonargparse import Namespace
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from lgrpo.commands.plan_time import time_row
 from lgrpo.commands.settings import policy_from_settings
 from lgrpo.data.schedule import checked_overlap
 from lgrpo.engines import RolloutEngine, TransformersEngine
@@ -18,8 +19,11 @@ from lgrpo.policy.strategy import COMPUTE_DTYPES
 from lgrpo.run.sizes import format_bytes
 
 
-def memory_rows(config: Namespace, tokens: float) -> list[tuple[str, str]]:
-    """Return the rows on the policy, the memory held during the run, and that of one micro-batch of ``tokens``."""
+def memory_rows(config: Namespace, tokens: float, num_rollouts: int | None) -> list[tuple[str, str]]:
+    """Return the rows on the policy, the memory held during the run, that of one micro-batch of ``tokens``, and time.
+
+    ``num_rollouts`` is the length of the run, if it is known.
+    """
     settings: dict[str, Any] = vars(config.model.policy)
     policy = policy_from_settings(config)
     try:
@@ -64,6 +68,7 @@ def memory_rows(config: Namespace, tokens: float) -> list[tuple[str, str]]:
             f"{format_bytes(logits)} (prompts not counted)",
         ),
         ("checkpoint", f"about {_sum(stored)} (rollouts not counted)"),
+        *time_row(config, num_parameters, num_rollouts),
     ]
 
 

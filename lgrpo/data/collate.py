@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines import Sampling, completion_text
-from lgrpo.rewards import FailedScore, NotYet, Score
+from lgrpo.rewards import FailedScore, NotYet, Score, SumScore
 from lgrpo.types import MIN_WIDTH, Completion, Prompt, RolloutBatch, Span
 
 UNKNOWN_VERSION = -1
@@ -56,6 +56,7 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
         loss_mask=completion_mask.clone(),
         behaviour_logprobs=torch.from_numpy(logprobs),
         rewards=as_rewards(scores),
+        reward_parts=as_reward_parts(scores),
         advantages=torch.zeros(size, width),
         behaviour_step=_behaviour_steps(completions, starts, width),
         positions=torch.tensor([p.position for p in prompts]),
@@ -88,6 +89,14 @@ def as_rewards(scores: Sequence[Score]) -> Tensor:
     return torch.tensor([torch.nan if isinstance(score, NotYet) else score for score in scores], dtype=torch.float32)
 
 
+def as_reward_parts(scores: Sequence[Score]) -> Tensor | None:
+    """Return each score of a sum and its weight, [B, 2, K] float32; None if a score is not a sum, or not known yet."""
+    parts = [score.parts if isinstance(score, SumScore | FailedScore) else () for score in scores]
+    if not parts or not parts[0] or len({len(part) for part in parts}) > 1:
+        return None
+    return torch.tensor(parts, dtype=torch.float32).transpose(1, 2)
+
+
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return several batches as one, padded to the widest; fields that are not tensors come from the first."""
     width = max(batch.tokens.shape[1] for batch in batches)
@@ -97,7 +106,9 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         parts = [getattr(batch, f.name) for batch in batches]
         if f.name == "behaviour_step" and has_spans:
             parts = [batch.token_steps for batch in batches]
-        if isinstance(parts[0], Tensor):
+        if any(part is None for part in parts):
+            tensors[f.name] = None
+        elif isinstance(parts[0], Tensor):
             tensors[f.name] = torch.cat([pad(p, (0, width - p.shape[1])) if p.ndim == 2 else p for p in parts])
     return replace(batches[0], **tensors | {"rows": torch.arange(len(tensors["rows"]))})
 

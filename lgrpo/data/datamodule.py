@@ -184,6 +184,7 @@ class RolloutDataModule(L.LightningDataModule):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             overlap=self.overlap,
+            pause=self.schedule.pause,
             partial=self.partial,
             on_stage=self._on_stage,
         )
@@ -280,14 +281,10 @@ class RolloutDataModule(L.LightningDataModule):
         """Return the current rollout and the queued ones, in order. Queued rollouts have no advantages yet."""
         return [*([self.rollout] if self.rollout else []), *self.schedule.ready()]
 
-    def wait_for_sampling(self) -> None:
-        """Wait until nothing is being sampled, because the engine is about to hold other weights."""
-        self.schedule.wait()
-
     # Validation
 
     def _evaluate(self, index: int) -> EvaluationBatch:
-        self.wait_for_sampling()
+        self.schedule.wait()  # the engine is about to hold other weights
         batch = self._evaluators[index].evaluate()
         self.schedule.rest_engine()
         return batch
@@ -300,7 +297,7 @@ class RolloutDataModule(L.LightningDataModule):
         evaluator = next((evaluator for evaluator in self._evaluators if not evaluator.name), None)
         if evaluator is None:
             raise ValueError("there are no held-out prompts: the task has no validation set")
-        self.wait_for_sampling()
+        self.schedule.wait()
         batch = evaluator.held_out_rollout(num_prompts, self.group_size, self.sampling)
         self.schedule.rest_engine()
         return batch

@@ -50,7 +50,7 @@ def checked_partial(
     if not engine.can_continue:
         raise ValueError(
             f"data.partial is set, but {type(engine).__name__} cannot continue completions from their tokens: use "
-            "lgrpo.engines.VLLMEngine, an EnginePool of it, or TransformersEngine"
+            "lgrpo.engines.VLLMEngine, an EnginePool of it, VLLMServerEngine, or TransformersEngine"
         )
     if behaviour_logprobs == "policy":
         raise ValueError(
@@ -147,9 +147,7 @@ class PartialSampler:
         self._after = {k: progress for k, progress in self._after.items() if k > rollout - 2 * MAX_AHEAD - 2}
         sampler.on_stage("score")
         found = choice.result(prompts)
-        completions = [completion for group in found for completion in group.completions]
         return found, {
-            "rollout/continued_fraction": sum(bool(c.earlier) for c in completions) / len(completions),
             "rollout/unfinished_groups": float(sum(not is_whole(group) for group in left.values())),
             "rollout/dropped_groups": float(len(before.groups) - len(groups)),
         }

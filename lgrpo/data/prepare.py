@@ -21,18 +21,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
-from lgrpo.advantages import Advantage, Scores
+from lgrpo.advantages import Advantage
+from lgrpo.data.advantages import set_advantages
 from lgrpo.data.late import LateGroups, Rescore, TokenBudget, padded_to
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.engines import RolloutEngine
-from lgrpo.functional import has_reward_variance, stream_uniform
+from lgrpo.functional import has_reward_variance
 from lgrpo.hooks import call_rollout_end, policy_owner
 from lgrpo.losses import PolicyLoss
 from lgrpo.types import RolloutBatch, StepTotals
@@ -70,6 +71,11 @@ class RolloutPreparation:
             raise ValueError(
                 "a reward returned NOT_YET and data.behaviour_logprobs is 'policy': when a late group is trained, the "
                 "policy has changed since it was sampled. Use 'engine'"
+            )
+        if late.is_active and self.advantage.needs_parts:
+            raise ValueError(
+                f"a reward returned NOT_YET, and {type(self.advantage).__name__} needs each reward of a sum with the "
+                "rollout: use another advantage, or rewards that are known at once"
             )
         self._mask_old(batch)
         if self.mask_failures:
@@ -128,31 +134,6 @@ def even_out(batch: RolloutBatch, late: LateGroups, trainer: L.Trainer) -> Rollo
         if "reward/failures" in batch.metrics:  # late scores may fail too
             batch.metrics["reward/failures"] = float(batch.failed[batch.is_known].sum())
     return padded_to(batch, size)
-
-
-def set_advantages(batch: RolloutBatch, advantage: Advantage, seed: int, trainer: L.Trainer) -> None:
-    """Set ``batch.advantages``. Every rank sees the scores of all, so that statistics cover the whole rollout."""
-    size = len(batch)
-    siblings = torch.arange(size) % batch.group_size
-    draws = stream_uniform(seed, batch.positions, siblings, -1)  # sampled tokens use the indices from 0 on
-    own = torch.stack([batch.rewards.double(), batch.completion_mask.sum(1).double(), draws])
-    gathered: Any = trainer.lightning_module.all_gather(own.to(trainer.strategy.root_device))
-    rewards, lengths, draws = gathered.view(-1, 3, size).transpose(0, 1).reshape(3, -1).cpu()
-    # in float64 the mean of equal rewards is exactly that reward, and their advantage 0
-    known = ~rewards.view(-1, batch.group_size).isnan().any(1).repeat_interleave(batch.group_size)
-    advantages = torch.zeros_like(rewards)
-    if bool(known.any()):
-        scores = Scores(rewards=rewards[known], lengths=lengths[known], draws=draws[known], group_size=batch.group_size)
-        values = advantage(scores)
-        if values.shape != scores.rewards.shape or not bool(values.isfinite().all()):
-            raise ValueError(
-                f"{type(advantage).__name__} returned {tuple(values.shape)} advantages for {len(scores.rewards)} "
-                f"completions, {int((~values.isfinite()).sum())} of them not finite"
-            )
-        advantages[known] = values
-    first = trainer.global_rank * size
-    own_advantages = advantages[first : first + size].float()
-    batch.advantages = torch.where(batch.completion_mask, own_advantages[:, None], 0.0)
 
 
 def set_totals(batch: RolloutBatch, trainer: L.Trainer) -> None:

@@ -19,6 +19,7 @@ from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.engines.completions import Generation, OnGroup
+from lgrpo.engines.in_flight import SyncPause
 from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
@@ -66,6 +67,8 @@ class RolloutSampler:
     world_size: int
     overlap: bool
     """Whether it is called in the background, and delivers each rollout while later ones are being sampled."""
+    pause: SyncPause | None = None
+    """Pause of a generation for a sync in flight, if the schedule allows that."""
     partial: PartialRollouts | None = None
     """Settings of partial rollouts; None: a rollout waits for all of its groups."""
     on_stage: Callable[[Literal["generate", "score"]], None]
@@ -130,8 +133,10 @@ class RolloutSampler:
             self.engine.generate_part(generation)
 
     def _generate(self, prompts: Sequence[Prompt], on_group: OnGroup) -> list[list[Completion]]:
+        pause = self.pause
+        generate = self.engine.generate if pause is None or not pause.is_allowed else pause.generate
         with self._timed():
-            return self.engine.generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer, on_group)
+            return generate(prompts, self.group_size, self.sampling, self.seed, self.tokenizer, on_group)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -185,6 +190,9 @@ class RolloutSampler:
         """Return the rollout of some groups, with the metrics of their scores."""
         batch = collate_rollout(groups, self.tokenizer.pad_token_id, self.sampling, rollout)
         batch.metrics = self.scorer.failures([group.scores for group in groups])
+        if self._partial is not None or (self.pause is not None and self.pause.is_allowed):
+            completions = [completion for group in groups for completion in group.completions]
+            batch.metrics["rollout/continued_fraction"] = sum(bool(c.earlier) for c in completions) / len(completions)
         return batch
 
     def rescore(self, groups: Sequence[RolloutBatch]) -> list[list[Score]]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -19,6 +20,7 @@ import torch
 
 from lgrpo.checks import check_count
 from lgrpo.engines import RolloutEngine
+from lgrpo.engines.in_flight import SyncPause
 from lgrpo.functional.sync_cycle import ENDLESS, MAX_AHEAD, rollout_in_background, rollouts_to_sample
 from lgrpo.hooks import call_rollout_start, call_stage
 from lgrpo.types import RolloutBatch
@@ -57,6 +59,7 @@ class RolloutSchedule:
         self.lead = lead
         self.generate_ahead = generate_ahead
         self.overlap = overlap
+        self.pause = SyncPause(engine)
         self._queue = RolloutQueue(_not_reset, self._on_sampled, in_background=False)
         self._rollouts_per_epoch = 0
         self._ahead = 0
@@ -79,6 +82,7 @@ class RolloutSchedule:
             rollout_bytes: Most memory that a rollout takes, which limits how many are sampled ahead in the background.
         """
         self._queue.close()
+        self.pause.is_allowed = False
         self._sampler = sampler
         self._queue = RolloutQueue(sampler, self._on_sampled, self.overlap)
         self._rollouts_per_epoch = rollouts_per_epoch
@@ -110,6 +114,17 @@ class RolloutSchedule:
     def wait(self) -> None:
         """Wait until nothing is being sampled."""
         self._queue.wait()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have nothing sampled inside the context; a generation ends before it, or continues after it (in flight)."""
+        if self.pause.is_allowed:
+            with self.pause.paused():
+                self._cycle_end = None  # rollouts of the old cycle that end later do not finish the new one
+                yield
+        else:
+            self._queue.wait()
+            yield
 
     def close(self) -> None:
         """Stop sampling and give up what is being sampled."""
@@ -153,7 +168,7 @@ class RolloutSchedule:
         """Start every rollout up to ``last`` that is not started yet; return the seconds spent in hooks."""
         seconds = 0.0
         for rollout in range(self._last_started + 1, min(last + 1, self.end_of_run(trainer))):
-            if self._cycle_end is None or rollout >= self._cycle_end:
+            if not self.pause.is_allowed and (self._cycle_end is None or rollout >= self._cycle_end):
                 self._queue.wait()  # weights must not be replaced during a generation
             version, start = self.engine.state.version, time.perf_counter()
             call_stage(trainer, "sync")

@@ -6,14 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from lgrpo.checks import check_range
 from lgrpo.engines.completions import Generation, OnGroup, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import EngineError, Faults
@@ -21,27 +20,6 @@ from lgrpo.types import Completion, PolicyWeights, Prompt
 
 BORROWED = -1
 """Version of weights that an engine holds only inside ``holding``."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class Timeouts:
-    """Time limits of an engine, in seconds. Each engine uses those that apply to it."""
-
-    start: float = 600.0
-    """Seconds until a process or server that was started must be ready."""
-    sync: float = 300.0
-    """Seconds that each step of a sync may take."""
-    generate: float = 1800.0
-    """Seconds that a generation may take, counted from the last recovery."""
-    hang: float = 60.0
-    """Seconds without an answer after which a server that generates has failed."""
-    reconnect: float = 120.0
-    """Seconds to wait until a failed server of ``urls`` answers again; then the run continues without it, and the next
-    sync looks for it."""
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            check_range(f"timeouts.{limit.name}", getattr(self, limit.name), above=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,6 +110,9 @@ class RolloutEngine(ABC):
 
     def check_installed(self) -> None:  # noqa: B027
         """Raise an ``EngineError`` if a package it needs is not installed. Called before anything is loaded."""
+
+    def import_packages(self) -> None:  # noqa: B027
+        """Import what takes long, in a process that has nothing else to do yet. Errors come with the first use."""
 
     def prepare(  # noqa: B027
         self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling

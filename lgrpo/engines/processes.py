@@ -15,6 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+"""Variable with the priority of a process on a GPU under NVIDIA's MPS: 0 is normal, 1 below. Unused without MPS."""
+TRAINER_PRIORITY, ENGINE_PRIORITY = "1", "0"
+"""Many small kernels of an engine would each wait for a large one of the trainer; so an engine's kernels go first."""
+
 _parent_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-parent")
 """Thread that starts all processes: the kernel signals a process when its parent thread ends, so this one stays."""
 

@@ -1,4 +1,4 @@
-"""Failures of engines: the error classes, and the one failure budget that every engine with processes uses."""
+"""Failures of engines: the error classes, and the time limits and failure budget of engines with processes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from lgrpo.checks import check_count
+from lgrpo.checks import check_count, check_range
 
 RESUME_ADVICE = "resume from the last checkpoint (lgrpo fit … --ckpt_path last)"
 
@@ -119,3 +119,24 @@ def for_each_healthy(items: Iterable[_T], failures: dict[_T, EngineFailure], act
                 action(item)
             except EngineFailure as failure:
                 failures[item] = failure
+
+
+@dataclass(kw_only=True, frozen=True)
+class Timeouts:
+    """Time limits of an engine, in seconds. Each engine uses those that apply to it."""
+
+    start: float = 600.0
+    """Seconds until a process or server that was started must be ready."""
+    sync: float = 300.0
+    """Seconds that each step of a sync may take."""
+    generate: float = 1800.0
+    """Seconds that a generation may take, counted from the last recovery."""
+    hang: float = 60.0
+    """Seconds without an answer after which a server that generates has failed."""
+    reconnect: float = 120.0
+    """Seconds to wait until a failed server of ``urls`` answers again; then the run continues without it, and the next
+    sync looks for it."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            check_range(f"timeouts.{limit.name}", getattr(self, limit.name), above=0)

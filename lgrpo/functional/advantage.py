@@ -73,21 +73,57 @@ def bernoulli_std(groups: Tensor, smoothing: float = 1.0) -> Tensor:
     return (p * (1 - p)).sqrt()
 
 
-def drop_negatives(groups: Tensor, draws: Tensor) -> Tensor:
-    """Return which of [P, G] to keep so that a group has no more negatives (below its mean) than positives (RED-Drop).
+def whitened_sum(rewards: Tensor, weights: Tensor, group_size: int, eps: float = 1e-4) -> Tensor:
+    """Return the weighted sum of rewards [B, K], each whitened within its group by the unbiased deviation (GDPO), [B].
 
-    Negatives are kept in the order of ``draws``, a random number for each completion.
+    >>> rewards = torch.tensor([[1.0, 30.0], [0.0, 10.0]])  # two rewards of two siblings
+    >>> whitened_sum(rewards, torch.tensor([1.0, 0.5]), group_size=2)
+    tensor([ 1.0606, -1.0606])
+    """
+    groups = rewards.view(-1, group_size, rewards.shape[1])
+    centred = groups - groups.mean(1, keepdim=True)
+    whitened = centred / (groups.std(1, keepdim=True) + eps)
+    return (whitened.view_as(rewards) * weights).sum(1)
+
+
+def weighted_mean(groups: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean of each group [P, G] by weights [P, G], as [P, 1].
+
+    >>> weighted_mean(torch.tensor([[1.0, 0.0]]), torch.tensor([[30.0, 10.0]]))
+    tensor([[0.7500]])
+    """
+    return (weights * groups).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+
+
+def majority_scale(groups: Tensor) -> Tensor:
+    """Return, for each group [P, G] of rewards from 0 to 1, ``2 √(p (1 - p))`` if its mean p is above ½, else 1 (MCPO).
+
+    >>> majority_scale(torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]))
+    tensor([[1.0000],
+            [0.8660]])
+    """
+    p = groups.mean(1, keepdim=True)
+    return torch.where(p > 0.5, 2 * (p * (1 - p)).clamp(min=0).sqrt(), 1.0)
+
+
+def drop_negatives(groups: Tensor, draws: Tensor) -> Tensor:
+    """Return which of [P, G] to keep so that a group has no more negatives than positives (RED-Drop).
+
+    Negatives are below the group's mean; all others, also those at the mean, are positives. Negatives are kept in the
+    order of ``draws``, a random number for each completion.
 
     >>> groups = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
     >>> drop_negatives(groups, torch.tensor([[0.1, 0.9, 0.2, 0.5], [0.1, 0.2, 0.3, 0.4]]))
     tensor([[ True, False,  True, False],
             [ True,  True,  True,  True]])
+    >>> drop_negatives(torch.tensor([[1.0, 0.5, 0.25, 0.25]]), torch.rand(1, 4))  # the mean is 0.5: two of each
+    tensor([[True, True, True, True]])
     """
     centred = groups - groups.mean(1, keepdim=True)
     tolerance = 1e-6 * groups.abs().amax(1, keepdim=True)  # the mean of equal numbers is rounded
-    negative, positive = centred < -tolerance, centred > tolerance
+    negative = centred < -tolerance
     rank = torch.where(negative, draws, torch.inf).argsort(1).argsort(1)  # rank of each negative in its group
-    return ~negative | (rank < positive.sum(1, keepdim=True))
+    return ~negative | (rank < (~negative).sum(1, keepdim=True))
 
 
 def adaptive_temperature(advantages: Tensor, lengths: Tensor, least: float = 0.8) -> float:

@@ -29,6 +29,17 @@ def sequence_mean(values: Tensor, mask: Tensor, lengths: Tensor, num_sequences: 
     return rows.sum() / max(float(num_sequences), 1.0)
 
 
+def sequence_sum(values: Tensor, mask: Tensor, num_sequences: float | Tensor) -> Tensor:
+    """Divide the sum over the tokens of ``mask`` by the sequences of the step; 0 if there are none (LUSPO).
+
+    >>> values = torch.tensor([[1.0, 2.0], [3.0, 9.0]])
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> sequence_sum(values, mask, num_sequences=2)
+    tensor(3.)
+    """
+    return _sum(values, mask) / max(float(num_sequences), 1.0)
+
+
 def constant_sum(values: Tensor, mask: Tensor, constant: float) -> Tensor:
     """Divide the sum over the tokens of ``mask`` by a constant (Dr. GRPO: B · longest allowed length).
 

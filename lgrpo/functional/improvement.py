@@ -1,8 +1,13 @@
-"""Terms of Mroueh et al.'s Theorem 1 for each prompt, estimated from a group of samples of α.
+"""Lower bounds of the improvement for each prompt, estimated from a group of samples of α.
 
-With ρ = π(y)/α(y) of whole completions, s the standard deviation of the reward under α and rewards in [0, 1]:
-``J(π) - J(π_k) ≥ L_α(π) - c (1 - s)/s TV(π, α) - c TV(π_k, α)``, where c is 2 as stated (1 is also valid), and
-``s L_α(π) = J(π) - J(α)`` exactly.
+Mroueh et al.'s Theorem 1: with ρ = π(y)/α(y) of whole completions, s the standard deviation of the reward under α and
+rewards in [0, 1], ``J(π) - J(π_k) ≥ L_α(π) - c (1 - s)/s TV(π, α) - c TV(π_k, α)``, where c is 2 as stated (1 is also
+valid), and ``s L_α(π) = J(π) - J(α)`` exactly.
+
+TRM (Li et al., arXiv 2512.23075): with ratios ρ_t of single tokens and rewards in [0, 1], ``J(π) - J(α) ≥ L' - B``,
+where ``L' = Cov_α(Σ_t (ρ_t - 1), r)`` and B is made of the total variation and the KL of tokens, so that it grows more
+slowly with the length of completions. Since ``J(π_k) - J(α) ≤ TV(π_k, α)``, also
+``J(π) - J(π_k) ≥ L' - B - TV(π_k, α)``.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ from torch import Tensor
 
 from lgrpo.functional.advantage import bernoulli_std, group_std
 from lgrpo.functional.off_policy import k3_of_ratio, pinsker, total_variation
+from lgrpo.functional.surrogate import MAX_LOG_RATIO
+from lgrpo.functional.trust_region import binary_kl, binary_total_variation
 
 
 def expected_gain(log_ratio: Tensor, rewards: Tensor) -> Tensor:
@@ -23,8 +30,12 @@ def expected_gain(log_ratio: Tensor, rewards: Tensor) -> Tensor:
     >>> expected_gain(torch.tensor([[1.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]))
     tensor([0.5000])
     """
+    return _covariance(torch.expm1(log_ratio), rewards)
+
+
+def _covariance(values: Tensor, rewards: Tensor) -> Tensor:
     centred = rewards - rewards.mean(1, keepdim=True)
-    return (torch.expm1(log_ratio) * centred).sum(1) / (rewards.shape[1] - 1)
+    return (values * centred).sum(1) / (rewards.shape[1] - 1)
 
 
 def improvement_bound(surrogate: Tensor, scale: Tensor, tv: Tensor, tv_proximal: Tensor, factor: float = 2.0) -> Tensor:
@@ -69,3 +80,72 @@ def improvement_terms(
                 terms[f"surrogate{of_scale}"], scales[of_scale], *variations[of_tv], factor=factor
             )
     return terms
+
+
+def trust_region_penalty(
+    tv: Tensor, lengths: Tensor, largest_tv: Tensor, largest_kl: Tensor, completion_tv: Tensor
+) -> Tensor:
+    """Return TRM's bound B of ``|J(π) - J(α) - L'|`` for each prompt, [P]: the smaller one of two.
+
+    ε and δ are the largest total variation and KL of a token, T is the longest length, and
+    ``c(n) = min(1, n ε, √(n δ/2))`` bounds the total variation over n tokens. The two are ``4 Σ_t TV_t c(T - t)``
+    (adaptive) and ``4 min(1, ε, √(δ/2)) Σ_t min(c(t - 1), TV(π, α))`` (marginal and mixed).
+
+    >>> tv, length, largest = torch.full((1, 100), 1e-3), torch.tensor([100]), torch.tensor([2e-3])
+    >>> trust_region_penalty(tv, length, largest, largest_kl=torch.tensor([1e-5]), completion_tv=torch.tensor([0.02]))
+    tensor([0.0059])
+
+    Args:
+        tv: Mean total variation of the t-th token of a completion, [P, T]; 0 after the end.
+        lengths: Length of the longest completion, [P].
+        largest_tv: Largest total variation of a token, [P].
+        largest_kl: Largest KL(α ‖ π) of a token, [P].
+        completion_tv: Total variation of whole completions, TV(π, α), [P].
+    """
+    step = torch.arange(tv.shape[1], device=tv.device)
+    after = lengths[:, None] - 1 - step
+
+    def shift(count: Tensor) -> Tensor:
+        by_kl = (count * largest_kl[:, None] / 2).sqrt()
+        return torch.minimum(count * largest_tv[:, None], by_kl).clamp(max=1.0)
+
+    adaptive = 4 * (tv * shift(after.clamp(min=0))).sum(1)
+    token = torch.minimum(largest_tv, (largest_kl / 2).sqrt()).clamp(max=1.0)
+    context = torch.minimum(shift(step.expand_as(after)), completion_tv[:, None])
+    return torch.minimum(adaptive, 4 * token * torch.where(after >= 0, context, 0.0).sum(1))
+
+
+def trust_region_terms(
+    log_ratio: Tensor, behaviour_logprobs: Tensor, completion_mask: Tensor, rewards: Tensor
+) -> dict[str, Tensor]:
+    """Return the terms of TRM's bound for each prompt, [P], from tokens [P G, T] of its group and rewards [P, G].
+
+    The KL and the total variation of a token are those of "this token or another one", which are never above the true
+    ones: ``penalty_trm`` is too small if the other tokens' probabilities moved among each other.
+
+    >>> policy, behaviour = torch.tensor([[0.6, 0.5], [0.4, 0.5]]).log(), torch.full((2, 2), 0.5).log()
+    >>> whole = torch.ones(2, 2, dtype=torch.bool)
+    >>> terms = trust_region_terms(policy - behaviour, behaviour, whole, torch.tensor([[1.0, 0.0]]))
+    >>> {name: round(value.item(), 3) for name, value in terms.items()}
+    {'surrogate_trm': 0.2, 'penalty_trm': 0.04, 'kl_token_max': 0.02, 'tv_token_max': 0.1}
+    """
+    (num_prompts, size), width = rewards.shape, log_ratio.shape[1]  # no prompt, if all completions are recorded
+    log_ratio = torch.where(completion_mask, log_ratio, 0.0).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    behaviour = torch.where(completion_mask, behaviour_logprobs, 0.0).double()
+
+    def largest(values: Tensor) -> Tensor:
+        return torch.where(completion_mask, values, 0.0).view(num_prompts, size * width).amax(1)
+
+    changes = torch.where(completion_mask, torch.expm1(log_ratio), 0.0)
+    position = (completion_mask.cumsum(1) - 1).clamp(min=0)  # of each token within its completion
+    tv = torch.zeros_like(changes).scatter_add_(1, position, changes.abs() / 2).view(num_prompts, size, width).mean(1)
+    completions = log_ratio.sum(1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).view(num_prompts, size)
+    kl_max = largest(binary_kl(behaviour + log_ratio, behaviour))
+    tv_max = largest(binary_total_variation(behaviour + log_ratio, behaviour))
+    lengths = completion_mask.sum(1).view(num_prompts, size).amax(1)
+    return {
+        "surrogate_trm": _covariance(changes.sum(1).view(num_prompts, size), rewards),
+        "penalty_trm": trust_region_penalty(tv, lengths, tv_max, kl_max, total_variation(completions).mean(1)),
+        "kl_token_max": kl_max,
+        "tv_token_max": tv_max,
+    }

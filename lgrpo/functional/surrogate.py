@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -39,6 +40,19 @@ def log_ratio(
     raise ValueError(f"ratio denominator {denominator!r} is not one of behaviour, proximal, none")
 
 
+def interpolated_logprobs(policy_logprobs: Tensor, behaviour_logprobs: Tensor, lag: Tensor) -> Tensor:
+    """Return log π_k by interpolation, without gradient: ``log π_α / d + (1 - 1/d) log π_θ`` with lag d (A-3PO).
+
+    At lags 0 and 1 it is log π_α. The larger the lag, the nearer is π_k to π_θ.
+
+    >>> policy, behaviour = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0])
+    >>> interpolated_logprobs(policy, behaviour, lag=torch.tensor([0.0, 1.0, 4.0]))
+    tensor([-2.0000, -2.0000, -1.2500])
+    """
+    share = 1 / lag.clamp(min=1.0)
+    return share * behaviour_logprobs + (1 - share) * policy_logprobs.detach()
+
+
 def sequence_log_ratio(log_ratio: Tensor, completion_mask: Tensor, geometric: bool = True) -> Tensor:
     """Return a completion's log-ratio at each of its tokens: the mean over its tokens (geometric), or their sum.
 
@@ -55,7 +69,7 @@ def sequence_log_ratio(log_ratio: Tensor, completion_mask: Tensor, geometric: bo
 def clip_centre(
     log_ratio: Tensor, behaviour_logprobs: Tensor, proximal_logprobs: Tensor | None, centre: ClipCentre
 ) -> Tensor:
-    """Return the centre of the clip's band: 1, or π_k/α (Mroueh et al., equation 6).
+    """Return the centre of the clip's band: 1, or π_k/α (Mroueh et al., equation 6), with its logarithm within ±20.
 
     >>> clip_centre(torch.zeros(2), torch.zeros(2), torch.tensor([0.0, 0.5]), "proximal")
     tensor([1.0000, 1.6487])
@@ -64,7 +78,7 @@ def clip_centre(
         return torch.ones_like(log_ratio)
     if proximal_logprobs is None:
         raise ValueError(f"clip centre {centre!r} needs proximal_logprobs")
-    return (proximal_logprobs - behaviour_logprobs).exp()
+    return (proximal_logprobs - behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clip_band(centre: Tensor, clip_low: float, clip_high: float, multiplicative: bool = False) -> tuple[Tensor, Tensor]:
@@ -129,20 +143,29 @@ def ring(ratio: Tensor, advantage: Tensor, low: float, high: float, outer_low: f
     return inside | ((advantage >= 0) & (ratio <= outer_low)) | ((advantage <= 0) & (ratio >= outer_high))
 
 
-def within_second_moment(log_ratio: Tensor, advantage: Tensor, mask: Tensor, limit: float) -> Tensor:
-    """Keep tokens so that the mean of ``(log ρ)²`` over the harmful ones is at most ``limit`` (M2PO).
+def harmful(log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    """Return the tokens whose ratio already is on the side their advantage pushes to.
 
-    A token of ``mask`` is harmful if its ratio already is on the side its advantage pushes to; the largest are dropped.
-
-    >>> log_ratio = torch.tensor([0.1, 0.9, -0.9, 0.2])
-    >>> within_second_moment(log_ratio, torch.ones(4), torch.ones(4, dtype=torch.bool), limit=0.04)
-    tensor([ True, False,  True,  True])
+    >>> harmful(torch.tensor([0.1, 0.9, -0.9]), torch.tensor([1.0, -1.0, -1.0]))
+    tensor([ True, False,  True])
     """
-    harmful = mask & (log_ratio * advantage > 0)
-    squares, order = log_ratio[harmful].square().sort()
+    return log_ratio * advantage > 0
+
+
+def second_moment_threshold(squares: Tensor, limit: float) -> float:
+    """Return the threshold below which the mean of ``squares`` [n] is at most ``limit``; infinite if all may stay.
+
+    It lies half-way between the largest square that stays and the next one, so that rounding does not decide. Equal
+    squares stay together or not at all.
+
+    >>> second_moment_threshold(torch.tensor([0.0, 1.0, 0.0625]), limit=0.04)  # the mean of 0 and 0.0625 is 0.03125
+    0.53125
+    """
+    squares = squares.double().sort().values
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
-    kept = torch.empty_like(order, dtype=torch.bool)
-    kept[order] = means <= limit  # the means of a sorted sequence rise, so a prefix is kept
-    keeps = torch.ones_like(harmful)
-    keeps[harmful] = kept
-    return keeps
+    dropped = squares[means > limit]  # the means of a sorted sequence rise, so a prefix is kept
+    if not len(dropped):
+        return math.inf
+    smallest = float(dropped[0])
+    kept = squares[squares < smallest]
+    return (smallest + (float(kept[-1]) if len(kept) else 0.0)) / 2

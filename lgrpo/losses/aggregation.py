@@ -8,7 +8,7 @@ from typing import Literal, final
 from torch import Tensor
 
 from lgrpo.checks import check_range
-from lgrpo.functional import constant_sum, sequence_mean, token_mean
+from lgrpo.functional import constant_sum, sequence_mean, sequence_sum, token_mean
 from lgrpo.losses.terms import check_choice
 from lgrpo.types import RolloutBatch
 
@@ -52,6 +52,20 @@ class SequenceMean(_Mean):
         else:
             lengths, num_sequences = batch.loss_mask.sum(1), batch.totals.live_sequences
         return sequence_mean(values, batch.loss_mask, lengths, num_sequences)
+
+
+@final
+class SequenceSum(_Mean):
+    """Sum over a sequence's tokens, then mean over the sequences of the whole optimizer step (LUSPO).
+
+    A sequence counts in proportion to its length. With ``SequenceRatio`` and ``SequenceMean`` (GSPO) all sequences
+    count the same, so that each token of a long one counts less.
+    """
+
+    def __call__(self, values: Tensor, batch: RolloutBatch) -> Tensor:
+        totals = batch.totals
+        num_sequences = totals.all_sequences if self.over == "all" else totals.live_sequences
+        return sequence_sum(values, batch.loss_mask, num_sequences)
 
 
 @final

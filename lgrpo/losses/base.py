@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from lgrpo.functional import kl_divergence
 from lgrpo.types import RolloutBatch, StepTotals
+
+Gather: TypeAlias = Callable[[Tensor], Tensor]
+"""Function that joins the vectors of all ranks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,6 +96,24 @@ class PolicyLoss(ABC):
     def vanishes_without_advantages(self) -> bool:
         """Whether the gradient is 0 if all advantages are 0, so that the step can be skipped."""
         return False
+
+    @property
+    def needs_zero_variance(self) -> bool:
+        """Whether a part acts on groups whose rewards are all equal, which must not be masked then."""
+        return False
+
+    @property
+    def surveys_step(self) -> bool:
+        """Whether ``survey`` must be called, which costs one more pass without gradient for each optimizer step."""
+        return False
+
+    def survey(self, parts: Iterable[tuple[RolloutBatch, PolicyLogprobs]], gather: Gather) -> None:  # noqa: B027
+        """See all tokens of an optimizer step before its first micro-batch.
+
+        Args:
+            parts: This rank's micro-batches, and log-probabilities of their tokens without gradient or entropy.
+            gather: Function that joins a vector of every rank, of any length, to one. All ranks must call it.
+        """
 
     def has_gradient(self, totals: StepTotals) -> bool:
         """Return whether an optimizer step has anything to train on."""

@@ -39,7 +39,7 @@ class ClippedLoss(ComposedLoss):
                 ``proximal_multiplicative``, the same with a proportional band (decoupled PPO).
             ratio: Denominator of the ratio: ``behaviour`` (π_α), ``proximal`` (π_k), or ``none`` (π_θ, always 1).
             kl_coef: Weight β of the KL term; with 0 no reference model is kept.
-            kl: Estimator of the KL term.
+            kl: Estimator of the KL term; k1 has no expected gradient on-policy.
             aggregation: Aggregation of tokens to a scalar.
         """
         # the parts check the same values, but by their own names of them

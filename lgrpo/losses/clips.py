@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias, final
 
 import torch
@@ -15,10 +16,11 @@ from lgrpo.functional import (
     clipped_surrogate,
     outside_band,
     sequence_log_ratio,
+    soft_gate,
     two_side,
 )
 from lgrpo.functional.sync_cycle import value_at
-from lgrpo.losses.gates import Gate, Gated, check_band, check_high, check_low
+from lgrpo.losses.gates import Gate, Gated, NestedGate, check_band, check_high, check_low
 from lgrpo.losses.terms import Terms, check_choice
 
 Schedule: TypeAlias = float | dict[int, float]
@@ -113,6 +115,32 @@ class WeightClamp(Gate):
 
 
 @final
+class SoftGate(Gate):
+    """``4/τ σ(τ(ρ - 1)) A`` (SAPO): a clip without an edge, whose gradient falls off smoothly on both sides of 1.
+
+    The factor of ``A ∇log π_θ`` is ``4 σ(1 - σ) ρ``, 1 at ρ = 1.
+    """
+
+    multiplies_by_ratio = True
+
+    def __init__(self, positive: float = 1.0, negative: float = 1.05) -> None:
+        """
+        Args:
+            positive: Temperature τ of tokens with positive advantage.
+            negative: Temperature τ of the others; if it is larger, their gradient falls off faster.
+        """
+        check_range("positive", positive, above=0, below=math.inf)
+        check_range("negative", negative, above=0, below=math.inf)
+        self.positive, self.negative = positive, negative
+
+    def __call__(self, terms: Terms) -> Gated:
+        temperature = torch.where(terms.advantages > 0, self.positive, self.negative)
+        none_clipped = torch.zeros_like(terms.batch.loss_mask)
+        surrogate = soft_gate(terms.ratio, temperature) * terms.advantages
+        return Gated(surrogate=surrogate, clipped_low=none_clipped, clipped_high=none_clipped)
+
+
+@final
 class GeometricClip(Gate):
     """``A`` times the geometric mean of a completion's clipped token ratios (GMPO). For ``SequenceMean``."""
 
@@ -142,7 +170,7 @@ class GeometricClip(Gate):
 
 
 @final
-class MaxTokenLag(Gate):
+class MaxTokenLag(NestedGate):
     """Stops tokens that were sampled too long ago. Another gate decides about the others.
 
     ``data.max_lag`` also leaves such tokens out of the denominators of the loss; this gate keeps them there.
@@ -154,16 +182,9 @@ class MaxTokenLag(Gate):
             gate: Gate of the other tokens.
             limit: Largest lag, in optimizer steps, of a token that trains. Recorded tokens have no lag.
         """
+        super().__init__(gate)
         check_count("limit", limit, at_least=0)
-        self.gate = gate
         self.limit = limit
-        self.reads_ratio = gate.reads_ratio
-        self.multiplies_by_ratio = gate.multiplies_by_ratio
-        self.needs_proximal = gate.needs_proximal
-        self.needs_behaviour = gate.needs_behaviour
-
-    def outside_band(self, terms: Terms) -> Tensor | None:
-        return self.gate.outside_band(terms)
 
     def __call__(self, terms: Terms) -> Gated:
         gated = self.gate(terms)
@@ -176,7 +197,7 @@ class MaxTokenLag(Gate):
 
 
 @final
-class OffPolicySequenceMask(Gate):
+class OffPolicySequenceMask(NestedGate):
     """Stops completions with negative advantage that became unlikely under the policy (DeepSeek-V3.2).
 
     A completion stops if the mean of ``log π_α/π_θ`` over its tokens exceeds a threshold. Another gate decides about
@@ -191,15 +212,9 @@ class OffPolicySequenceMask(Gate):
             gate: Gate of the other tokens.
             threshold: Threshold δ, above 0.
         """
+        super().__init__(gate)
         check_range("threshold", threshold, above=0)
-        self.gate = gate
         self.threshold = threshold
-        self.reads_ratio = gate.reads_ratio
-        self.multiplies_by_ratio = gate.multiplies_by_ratio
-        self.needs_proximal = gate.needs_proximal
-
-    def outside_band(self, terms: Terms) -> Tensor | None:
-        return self.gate.outside_band(terms)
 
     def __call__(self, terms: Terms) -> Gated:
         gated = self.gate(terms)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 
 from lgrpo.checks import check_range
 from lgrpo.functional import MAX_LOG_RATIO
 from lgrpo.losses.aggregation import Aggregation, TokenMean
-from lgrpo.losses.base import LossOutput, PolicyLogprobs, PolicyLoss
-from lgrpo.losses.clips import GeometricClip, MaxTokenLag, MinClip, OffPolicySequenceMask
-from lgrpo.losses.gates import Gate, NoGate
+from lgrpo.losses.base import Gather, LossOutput, PolicyLogprobs, PolicyLoss
+from lgrpo.losses.clips import GeometricClip, MinClip
+from lgrpo.losses.gates import Gate, NoGate, innermost
 from lgrpo.losses.ratios import Ratio, SequenceRatio, TokenRatio
 from lgrpo.losses.regularisers import Regulariser
 from lgrpo.losses.terms import Terms
@@ -53,17 +56,23 @@ class ComposedLoss(PolicyLoss):
 
     @property
     def needs_proximal(self) -> bool:
-        return self.ratio.over == "proximal" or self.gate.needs_proximal or self.weight.corrects_mismatch
+        reads_proximal = self.ratio.over == "proximal" or self.gate.needs_proximal or self._reads_mismatch
+        return reads_proximal and not self.ratio.approximates_proximal
 
     @property
     def needs_behaviour(self) -> bool:
         reads_ratio = self.gate.reads_ratio or self.weight.is_ratio
         return (
             (self.ratio.over == "behaviour" and reads_ratio)
+            or self.ratio.approximates_proximal
             or self.gate.needs_behaviour
-            or self.weight.corrects_mismatch
+            or self._reads_mismatch
             or any(part.needs_behaviour for part in self.regularisers)
         )
+
+    @property
+    def _reads_mismatch(self) -> bool:
+        return self.weight.corrects_mismatch or self.weight.reads_mismatch
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -74,9 +83,24 @@ class ComposedLoss(PolicyLoss):
         """Whether there are no regularisers: the surrogate of every gate is a multiple of the advantage."""
         return not self.regularisers
 
-    def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:
+    @property
+    def needs_zero_variance(self) -> bool:
+        return self.weight.needs_zero_variance or any(part.needs_zero_variance for part in self.regularisers)
+
+    @property
+    def surveys_step(self) -> bool:
+        return self.gate.surveys_step
+
+    def survey(self, parts: Iterable[tuple[RolloutBatch, PolicyLogprobs]], gather: Gather) -> None:
+        self.gate.survey([self._terms(batch, logprobs) for batch, logprobs in parts], gather)
+
+    def _terms(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> Terms:
+        logprobs = replace(logprobs, proximal=self.ratio.proximal(batch, logprobs))
         log_ratio = self.ratio(batch, logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        terms = Terms(batch=batch, logprobs=logprobs, log_ratio=log_ratio)
+        return Terms(batch=batch, logprobs=logprobs, log_ratio=log_ratio)
+
+    def __call__(self, batch: RolloutBatch, logprobs: PolicyLogprobs) -> LossOutput:
+        terms = self._terms(batch, logprobs)
         gated = self.gate(terms)
         values = -self.scale * self.weight(terms).detach() * gated.surrogate
         for regulariser in self.regularisers:
@@ -94,8 +118,7 @@ class ComposedLoss(PolicyLoss):
 
 def check_parts(ratio: Ratio, gate: Gate, weight: Weight) -> None:
     """Raise a ``ValueError`` if the parts contradict each other."""
-    while isinstance(gate, OffPolicySequenceMask | MaxTokenLag):
-        gate = gate.gate
+    gate = innermost(gate)
     names = f"{type(gate).__name__} and {type(weight).__name__}"
     if gate.multiplies_by_ratio and weight.is_ratio:
         raise ValueError(f"{names} both multiply by the ratio, so it would be squared: remove the weight")

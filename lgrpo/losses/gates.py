@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lgrpo.checks import check_range
-from lgrpo.functional import one_side, ring, two_side, within_second_moment
+from lgrpo.functional import harmful, one_side, ring, second_moment_threshold, two_side
+from lgrpo.losses.base import Gather
 from lgrpo.losses.terms import Terms
 
 
@@ -61,6 +64,11 @@ class Gate(ABC):
     """Whether log π_k must be kept."""
     needs_behaviour = False
     """Whether log π_α is read, apart from the ratio."""
+    surveys_step = False
+    """Whether ``survey`` must be called before each optimizer step."""
+
+    def survey(self, parts: Sequence[Terms], gather: Gather) -> None:  # noqa: B027
+        """See all tokens of an optimizer step before its first micro-batch; see ``PolicyLoss.survey``."""
 
     @abstractmethod
     def __call__(self, terms: Terms) -> Gated:
@@ -69,6 +77,32 @@ class Gate(ABC):
     def outside_band(self, terms: Terms) -> Tensor | None:
         """Return the tokens whose ratio is outside the band, for any advantage, [B, T] bool; None without a band."""
         return None
+
+
+def innermost(gate: Gate) -> Gate:
+    """Return the gate inside all nested ones."""
+    while isinstance(gate, NestedGate):
+        gate = gate.gate
+    return gate
+
+
+class NestedGate(Gate):
+    """Gate that stops further tokens of another gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.reads_ratio = gate.reads_ratio
+        self.multiplies_by_ratio = gate.multiplies_by_ratio
+        self.needs_proximal = gate.needs_proximal
+        self.surveys_step = gate.surveys_step
+        if gate.needs_behaviour:
+            self.needs_behaviour = True
+
+    def survey(self, parts: Sequence[Terms], gather: Gather) -> None:
+        self.gate.survey(parts, gather)
+
+    def outside_band(self, terms: Terms) -> Tensor | None:
+        return self.gate.outside_band(terms)
 
 
 class MaskGate(Gate):
@@ -156,8 +190,11 @@ class Ring(_BandGate):
 class SecondMoment(MaskGate):
     """Stops the harmful tokens with the largest ``(log ρ)²`` until their mean is within a limit (M2PO).
 
-    The mean is over a micro-batch, because the ratios of the others are not known yet.
+    The mean is over the optimizer step, all micro-batches and ranks: one pass without gradient finds the threshold. A
+    batch that was not part of such a survey is taken for the whole step.
     """
+
+    surveys_step = True
 
     def __init__(self, limit: float = 0.04) -> None:
         """
@@ -166,6 +203,26 @@ class SecondMoment(MaskGate):
         """
         check_range("limit", limit, above=0, reason="otherwise no token whose ratio is not 1 would train")
         self.limit = limit
+        self._surveyed: tuple[int, int] | None = None
+        self._threshold = math.inf
+
+    def survey(self, parts: Sequence[Terms], gather: Gather) -> None:
+        squares = gather(torch.cat([_harmful_squares(part) for part in parts]))
+        self._threshold = second_moment_threshold(squares, self.limit)
+        self._surveyed = step_of(parts[0])
 
     def keeps(self, terms: Terms) -> Tensor:
-        return within_second_moment(terms.log_ratio, terms.advantages, terms.batch.loss_mask, self.limit)
+        threshold = self._threshold
+        if self._surveyed != step_of(terms):
+            threshold = second_moment_threshold(_harmful_squares(terms), self.limit)
+        return ~harmful(terms.log_ratio, terms.advantages) | (terms.log_ratio.square() <= threshold)
+
+
+def _harmful_squares(terms: Terms) -> Tensor:
+    """Return (log ρ)² of the harmful tokens [n]."""
+    return terms.log_ratio[terms.batch.loss_mask & harmful(terms.log_ratio, terms.advantages)].square()
+
+
+def step_of(terms: Terms) -> tuple[int, int]:
+    """Return what identifies an optimizer step: the rollout, and the steps before it."""
+    return terms.batch.rollout, terms.logprobs.step

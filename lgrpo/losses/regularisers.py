@@ -6,10 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from typing import Literal, final
 
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lgrpo.checks import check_range
-from lgrpo.functional import MAX_LOG_RATIO, kl_divergence
+from lgrpo.functional import MAX_LOG_RATIO, k3_of_ratio, kl_divergence
 from lgrpo.losses.terms import Terms, check_choice
 
 ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
@@ -25,6 +27,8 @@ class Regulariser(ABC):
     """Whether the entropy must carry a gradient."""
     needs_behaviour = False
     """Whether log π_α is read."""
+    needs_zero_variance = False
+    """Whether it acts on groups whose rewards are all equal, which must not be masked then."""
 
     def __init__(self, coef: float = 0.1) -> None:
         """
@@ -49,10 +53,16 @@ class ReferenceKL(Regulariser):
         """
         Args:
             coef: Weight β.
-            estimator: Estimator of the divergence; ``k3_corrected`` is k3 times π_θ/π_α, unbiased for samples of π_α.
+            estimator: Estimator of the divergence; ``k3_corrected`` is k3 times π_θ/π_α, which is at most e^20, and
+                unbiased for samples of π_α as far as this cap is not reached.
         """
         super().__init__(coef)
         check_choice("estimator", estimator, ESTIMATORS)
+        if estimator == "k1":
+            rank_zero_warn(
+                "k1 as a loss does not hold the policy near the reference: on-policy the expectation of its gradient, "
+                "of ∇log π_θ, is 0. Use k2 or k3"
+            )
         self.estimator = estimator
         self.needs_behaviour = estimator == "k3_corrected"
 
@@ -74,6 +84,35 @@ class BehaviourK2(Regulariser):
 
     def __call__(self, terms: Terms) -> Tensor:
         return self.coef * (terms.logprobs.policy - terms.batch.behaviour_logprobs).square()
+
+
+@final
+class MasteredHinge(Regulariser):
+    """``coef · max(k3(d) - k3(±width), 0)``, d = log π_θ/π_α, for groups in which every completion is correct (MCPO).
+
+    Their advantages are 0, so nothing else holds the policy there. Up to ``width`` it may move freely.
+    """
+
+    needs_behaviour = True
+    needs_zero_variance = True
+
+    def __init__(self, coef: float = 1.0, width: float = 0.01, success_reward: float = 1.0) -> None:
+        """
+        Args:
+            coef: Weight β.
+            width: Largest |d| without penalty.
+            success_reward: Lowest reward of a correct completion.
+        """
+        super().__init__(coef)
+        check_range("MasteredHinge's width", width, at_least=0, below=MAX_LOG_RATIO)
+        self.width = width
+        self.success_reward = success_reward
+
+    def __call__(self, terms: Terms) -> Tensor:
+        mastered = terms.zero_variance & (terms.batch.rewards >= self.success_reward)
+        d = (terms.logprobs.policy - terms.batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        excess = k3_of_ratio(d) - k3_of_ratio(d.detach().sign() * self.width)
+        return self.coef * torch.where(mastered[:, None] & (d.abs() > self.width), excess, 0.0)
 
 
 @final

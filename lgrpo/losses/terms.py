@@ -35,6 +35,13 @@ class Terms:
         return self.batch.token_lag(self.logprobs.step).nan_to_num(0.0)
 
     @property
+    def zero_variance(self) -> Tensor:
+        """Completions of groups whose rewards are all equal, [B] bool."""
+        if self.batch.zero_variance is None:
+            raise ValueError("it is not known which groups have equal rewards: it is set with the advantages")
+        return self.batch.zero_variance
+
+    @property
     def proximal_log_ratio(self) -> Tensor:
         """log π_k/π_α [B, T]: distance from the behaviour policy at the start of this rollout's updates."""
         if self.logprobs.proximal is None:

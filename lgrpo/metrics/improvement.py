@@ -13,10 +13,15 @@ from lgrpo.metrics.step import LAG_BUCKETS, LAG_EDGES
 ON_VARIED = ("s", "coefficient", "surrogate", "bound")
 """Terms that divide by s. They are averaged over the prompts whose rewards differ: s means nothing for others."""
 WITH_ERROR = ("gain", "surrogate", "tv", "bound")
+VACUOUS = -1.0
+"""A lower bound of the improvement that is not above it says nothing: rewards are in [0, 1]."""
+TRUST_REGION = ("surrogate_trm", "penalty_trm", "kl_token_max", "tv_token_max")
 
 
 class ImprovementMetrics(Metric):
-    """Mean over prompts of every term of Mroueh et al.'s Theorem 1, with standard errors over prompts.
+    """Mean over prompts of every term of Mroueh et al.'s Theorem 1 and of TRM's bound, with standard errors.
+
+    Without the terms of TRM in ``update``, its bound is left out.
 
     >>> metric = ImprovementMetrics()
     >>> log_ratio = torch.tensor([[1.2, 0.8], [1.1, 0.9]]).log()
@@ -32,6 +37,7 @@ class ImprovementMetrics(Metric):
     log_ratios: list[Tensor]
     proximal_log_ratios: list[Tensor]
     rewards: list[Tensor]
+    trust_region: list[Tensor]
 
     def __init__(self, eps: float = 1e-4) -> None:
         """
@@ -40,12 +46,22 @@ class ImprovementMetrics(Metric):
         """
         super().__init__()
         self.eps = eps
-        for name in ("log_ratios", "proximal_log_ratios", "rewards"):
+        for name in ("log_ratios", "proximal_log_ratios", "rewards", "trust_region"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     @torch.no_grad()
-    def update(self, *, log_ratio: Tensor, proximal_log_ratio: Tensor, rewards: Tensor) -> None:
-        """Add groups, [P, G]: log π/α and log π_k/α of whole completions, and their rewards."""
+    def update(
+        self,
+        *,
+        log_ratio: Tensor,
+        proximal_log_ratio: Tensor,
+        rewards: Tensor,
+        trust_region: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Add groups, [P, G]: log π/α and log π_k/α of whole completions, and their rewards; and terms of TRM, [P]."""
+        if trust_region is not None:
+            terms = torch.stack([trust_region[name] for name in TRUST_REGION], 1)
+            self.trust_region.append(terms.double().to(self.device))
         self.log_ratios.append(log_ratio.double().to(self.device))
         self.proximal_log_ratios.append(proximal_log_ratio.double().to(self.device))
         self.rewards.append(rewards.double().to(self.device))
@@ -59,6 +75,9 @@ class ImprovementMetrics(Metric):
         terms = improvement_terms(
             dim_zero_cat(self.log_ratios), dim_zero_cat(self.proximal_log_ratios), rewards, self.eps
         )
+        if len(self.trust_region):
+            terms |= dict(zip(TRUST_REGION, dim_zero_cat(self.trust_region).unbind(1), strict=True))
+            terms["bound_trm"] = terms["surrogate_trm"] - terms["penalty_trm"] - terms["tv_proximal"]
         if bool((rewards < 0).any() | (rewards > 1).any()):
             terms = {n: t for n, t in terms.items() if not n.startswith("bound") and not n.endswith("_bernoulli")}
         metrics: dict[str, Tensor] = {"zero_variance_fraction": (~varied).double().mean()}
@@ -72,6 +91,7 @@ class ImprovementMetrics(Metric):
                 metrics[f"{name}_stderr"] = standard_error(values)
             if name.startswith("bound"):
                 metrics[f"{name}_positive"] = (values > 0).double().mean()
+                metrics[f"{name}_informative"] = (values > VACUOUS).double().mean()
         return metrics
 
 

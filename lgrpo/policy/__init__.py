@@ -4,5 +4,15 @@ from lgrpo.policy.adapters import LoRA, add_adapter, is_reference
 from lgrpo.policy.causal import CausalPolicy
 from lgrpo.policy.loading import character_tokenizer
 from lgrpo.policy.reference import make_reference
+from lgrpo.policy.step_rules import EffectiveSampleSize, StepRule
 
-__all__ = ["CausalPolicy", "LoRA", "add_adapter", "character_tokenizer", "is_reference", "make_reference"]
+__all__ = [
+    "CausalPolicy",
+    "EffectiveSampleSize",
+    "LoRA",
+    "StepRule",
+    "add_adapter",
+    "character_tokenizer",
+    "is_reference",
+    "make_reference",
+]

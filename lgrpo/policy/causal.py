@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Literal, cast, final
 
@@ -22,7 +23,7 @@ from lgrpo.functional import chunked_token_logprobs, combined_checksum, named_ch
 from lgrpo.policy import adapters, fsdp1
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
-from lgrpo.policy.compilation import ActivationBudgetBackend
+from lgrpo.policy.compilation import ActivationBudgetBackend, whole_layers
 from lgrpo.policy.forward import can_pack, check_logits, hidden_states, is_packed, logits
 from lgrpo.policy.loading import character_tokenizer, check_folder, check_hub, load_model, load_tokenizer
 from lgrpo.run.resume import (
@@ -61,6 +62,7 @@ class CausalPolicy(nn.Module):
         activation_memory: float = 0.8,
         gradient_checkpointing: bool = False,
         chunk_size: int = 1024,
+        reshard: bool | None = None,
         lora: LoRA | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -81,6 +83,9 @@ class CausalPolicy(nn.Module):
                 ``gradient_checkpointing`` none.
             gradient_checkpointing: Recompute activations in the backward pass, to save memory.
             chunk_size: Number of tokens whose logits are in memory at a time.
+            reshard: With FSDP2: free the gathered weights of a layer after each use, and reduce gradients in every
+                micro-batch. False keeps whole weights and gradients on every process until the optimizer step: one
+                gather and one reduction a step. By default False if there is only one process.
             lora: Low-rank adapters to train (needs peft) instead of the weights, which may then be bfloat16.
             trust_remote_code: Allow the model's repository to run its code on this machine.
         """
@@ -108,6 +113,7 @@ class CausalPolicy(nn.Module):
         self.activation_memory = activation_memory if compile and not gradient_checkpointing else 1.0
         self.gradient_checkpointing = gradient_checkpointing
         self.chunk_size = chunk_size
+        self.reshard_layers = reshard
         self.lora = lora
         self.trust_remote_code = trust_remote_code
         self.is_frozen = False
@@ -188,7 +194,8 @@ class CausalPolicy(nn.Module):
         column = torch.arange(tokens.shape[1] - 1, device=tokens.device)
         last = torch.where(sampled, column, 0).amax(1)  # the last state of each row that predicts a token, or the first
         is_read = column <= last[:, None]
-        hidden = hidden_states(self.model, tokens[:, :-1], is_read, is_packed(self.attention))
+        with whole_layers() if self.compile_layers else nullcontext():
+            hidden = hidden_states(self.model, tokens[:, :-1], is_read, is_packed(self.attention))
         logprobs, entropy = chunked_token_logprobs(
             hidden[sampled[is_read]],
             partial(logits, self.model),
@@ -205,10 +212,28 @@ class CausalPolicy(nn.Module):
 
     def shard_fsdp2(self, mesh: DeviceMesh) -> None:
         """Shard the weights over processes with FSDP2, layer by layer. Does nothing the second time."""
-        if not isinstance(self, FSDPModule):
-            for layer in self._layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self, mesh=mesh)
+        if isinstance(self, FSDPModule):
+            return
+        if self.reshard_layers is None:
+            self.reshard_layers = mesh.size() > 1
+        for layer in self._layers:
+            # a frozen policy has no backward pass, which would free what it keeps
+            fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard_layers or self.is_frozen)
+        fully_shard(self, mesh=mesh)
+
+    @contextmanager
+    def accumulating_gradients(self) -> Iterator[None]:
+        """Keep the gradients of a backward pass, and gathered weights, whole on each process if FSDP2 is to do so."""
+        if not isinstance(self, FSDPModule) or self.reshard_layers:
+            yield
+            return
+        try:
+            self.set_requires_gradient_sync(False)
+            self.set_reshard_after_backward(False)
+            yield
+        finally:
+            self.set_requires_gradient_sync(True)
+            self.set_reshard_after_backward(True)
 
     def shard_fsdp1(self, mixed_precision: MixedPrecision | None) -> CausalPolicy:
         """Return the policy in a wrapper that shards its weights with FSDP1, layer by layer.
@@ -222,8 +247,9 @@ class CausalPolicy(nn.Module):
 
     def free_gathered(self) -> None:
         """Free the weights that a pass without gradients gathered, so that each process holds only its shard."""
-        if isinstance(self, FSDPModule):
-            self.reshard()
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         fsdp1.free_gathered(self._fsdp1_units)
 
     # Weights
@@ -292,10 +318,16 @@ class CausalPolicy(nn.Module):
             return
         for name, tensor in self.model.state_dict().items():
             if is_selected(name):
-                tensor = tensor.detach()
-                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                yield name, _whole(tensor.detach())
 
     @property
     def _layers(self) -> nn.ModuleList:
         """The transformer blocks."""
         return self.model.base_model.layers
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor gathered from all processes; without a copy if this process has all of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,3 +27,14 @@ class ActivationBudgetBackend:
         """Compile a graph."""
         with torch._functorch.config.patch(activation_memory_budget=self.budget):
             return torch._inductor.compile(graph, list(inputs))
+
+
+def whole_layers() -> AbstractContextManager[Any]:
+    """Return a context in which a layer is compiled as one graph under DDP too.
+
+    Otherwise torch splits it at DDP's buckets of 25 MB, so that gradients can be sent before the backward pass of a
+    graph ends. A layer is small enough for that, and parts of a layer fuse less and keep more activations.
+    """
+    import torch._dynamo.config  # slow to import
+
+    return torch._dynamo.config.patch(optimize_ddp=False)

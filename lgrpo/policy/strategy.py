@@ -38,6 +38,8 @@ def shard(
     """
     if isinstance(strategy, ModelParallelStrategy) and mesh is not None:
         policy.shard_fsdp2(mesh["data_parallel"])
+        # Lightning enters it for all micro-batches of a step but the last, and has it for DDP only
+        strategy.block_backward_sync = policy.accumulating_gradients  # type: ignore[method-assign]
         if isinstance(reference, CausalPolicy):  # otherwise it is an adapter in the policy's model
             reference.shard_fsdp2(mesh["data_parallel"])
     if isinstance(strategy, FSDPStrategy):

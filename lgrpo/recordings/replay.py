@@ -17,6 +17,7 @@ from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import EngineError, Faults
 from lgrpo.engines.transformers import TransformersEngine
+from lgrpo.recordings.priority import draw, recent_groups, recorded_priorities
 from lgrpo.recordings.recording import RecordedGroup, Recording
 from lgrpo.recordings.tokens import check_completion_lengths, check_sampling, tokenised
 from lgrpo.types import Completion, PolicyWeights, Prompt
@@ -42,6 +43,8 @@ class ReplayEngine(RolloutEngine):
         siblings: int | None = None,
         rewards: Literal["recorded", "task"] = "recorded",
         missing: Literal["error", "sample"] = "error",
+        priority: float = 0.0,
+        max_age: int | None = None,
     ) -> None:
         """
         Args:
@@ -52,10 +55,16 @@ class ReplayEngine(RolloutEngine):
                 all.
             rewards: Source of the rewards of recorded completions: the recording, or the task.
             missing: Treatment of a prompt with too few recorded completions.
+            priority: Power of the absolute recorded advantage that a completion's chance to be drawn, among all of its
+                prompt, is proportional to. At 0 whole groups are drawn, all with the same chance.
+            max_age: Largest age of a recorded completion that is used, in rollouts before the last recorded one; by
+                default any.
         """
         super().__init__()
         check_range("data.engine.share", share, at_least=0, at_most=1)
         check_count("data.engine.siblings", siblings, at_least=1)
+        check_range("data.engine.priority", priority, at_least=0, at_most=50, reason="it is an exponent")
+        check_count("data.engine.max_age", max_age, at_least=0)
         self.path = path
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
         if self.engine.replays:
@@ -66,8 +75,11 @@ class ReplayEngine(RolloutEngine):
         self.siblings = siblings
         self.rewards: Literal["recorded", "task"] = rewards
         self.missing: Literal["error", "sample"] = missing
+        self.priority = priority
+        self.max_age = max_age
         self._recording: Recording | None = None
         self._by_prompt: dict[str, list[RecordedGroup]] = {}
+        self._priorities: list[float] = []
         self._num_without_logprobs = 0
 
     def check_installed(self) -> None:
@@ -95,8 +107,9 @@ class ReplayEngine(RolloutEngine):
                 "them (lgrpo score FILE --config …), or have the task score them here (data.engine.rewards: task)"
             )
         self._num_without_logprobs = recording.table["logprobs"].null_count
+        self._priorities = recorded_priorities(recording) if self.priority else []
         self._by_prompt = {}
-        for group in recording.groups:
+        for group in recent_groups(recording, self.max_age):
             self._by_prompt.setdefault(group.prompt, []).append(group)
         self._recording = recording
         self._check_prompts(prompts, num_recorded)
@@ -126,6 +139,7 @@ class ReplayEngine(RolloutEngine):
             f"{self._num_available(prompt)}). Train on the recorded prompts (data.task: "
             "lgrpo.recordings.RecordedPrompts, which can leave out those with few), use fewer recorded siblings "
             "(data.group_size, data.engine.siblings), or sample what is missing (data.engine.missing: sample)"
+            + ("" if self.max_age is None else f"; older ones than data.engine.max_age ({self.max_age}) do not count")
         )
 
     @property
@@ -149,9 +163,12 @@ class ReplayEngine(RolloutEngine):
         raise EngineError(self._too_few(prompt, num_required, "the prompt"))
 
     def _choose_rows(self, prompt: Prompt, num_required: int, seed: int) -> list[int]:
-        """Return rows of one recorded group if one is large enough, otherwise of all groups of the prompt."""
+        """Return rows of one recorded group if one is large enough, otherwise, or by priority, of all groups."""
         generator = random.Random(f"{seed} {prompt.position}")
         groups = self._by_prompt[prompt.text]
+        if self.priority:
+            rows = [row for group in groups for row in group.rows]
+            return sorted(draw(rows, [self._priorities[row] ** self.priority for row in rows], num_required, generator))
         large = [group for group in groups if len(group.rows) >= num_required]
         same = [group for group in large if group.position == prompt.position]
         rows = generator.choice(same or large).rows if large else [row for group in groups for row in group.rows]

@@ -121,9 +121,26 @@ SECTIONS = {
         ),
         Chart(
             title="Lower bounds of the improvement",
-            note="The theorem guarantees an improvement while a bound is above 0.",
-            lines={"monitor/bound_1": "factor 1", "monitor/bound_2": "factor 2"},
+            note="An improvement is guaranteed while a bound is above 0. A bound below -1 says nothing: rewards are "
+            "between 0 and 1.",
+            lines={
+                "monitor/bound_1": "Theorem 1, factor 1",
+                "monitor/bound_2": "Theorem 1, factor 2",
+                "monitor/bound_trm": "TRM",
+            },
             show_syncs=True,
+        ),
+        Chart(
+            title="Informative bounds",
+            note="Share of the prompts with unequal rewards whose bound is above -1.",
+            lines={
+                "monitor/bound_1_informative": "Theorem 1, factor 1",
+                "monitor/bound_2_informative": "Theorem 1, factor 2",
+                "monitor/bound_trm_informative": "TRM",
+            },
+            show_syncs=True,
+            axis_min=0,
+            axis_max=1,
         ),
         Chart(
             title="Total variation",

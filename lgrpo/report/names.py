@@ -28,6 +28,8 @@ _TRAIN = [
     "step_skipped",
     "grad_norm",
     "learning_rate",
+    "effective_sample_size",
+    "gradient_cosine",
     "lag",
     "lag_max",
     "ratio_mean",
@@ -73,7 +75,8 @@ _MONITOR = ["gain", "gain_varied", "gain_rollout", "zero_variance_fraction"]
 _MONITOR += [f"{term}{of_s}" for term in ("s", "coefficient", "surrogate") for of_s in ("", "_bernoulli")]
 _MONITOR += [f"{term}{of_tv}" for term in ("tv", "tv_proximal") for of_tv in ("", "_pinsker")]
 _MONITOR += [f"bound_{factor}{kind}" for factor in (2, 1) for kind in ("", "_bernoulli", "_pinsker")]
-_MONITOR += ["bound_2_positive", "kl", "kl_k3", "tv_rms", "chi_squared", "effective_sample_size"]
+_MONITOR += ["surrogate_trm", "penalty_trm", "bound_trm", "kl_token_max", "tv_token_max"]
+_MONITOR += ["bound_2_positive", "bound_2_informative", "kl", "kl_k3", "tv_rms", "chi_squared", "effective_sample_size"]
 _MONITOR += ["ratio_q01", "ratio_max", "clip_fraction_positive", "clip_fraction_negative", "clip_fraction", "lag_0"]
 _CALIBRATION = ["predicted", "realised", "error", "reward"]
 _SYNC = ["divergence"]

@@ -9,6 +9,7 @@ from lgrpo.rewards.base import (
     NotYet,
     Reward,
     Score,
+    SumScore,
     WrappedReward,
     checked_rewards,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "Score",
     "Scoring",
     "Shortest",
+    "SumScore",
     "TagFormat",
     "WeightedSum",
     "WrappedReward",

@@ -24,6 +24,8 @@ NOT_YET = NotYet.NOT_YET
 """Returned by a reward whose score comes later: the group waits and is scored again before each rollout."""
 
 Score: TypeAlias = float | NotYet
+Parts: TypeAlias = tuple[tuple[float, float], ...]
+"""Scores and their weights."""
 Failure: TypeAlias = Literal["timeouts", "crashes", "memory", "output", "errors"]
 """Kinds of scoring failures: too slow, worker ended, too much memory, too much output, exception."""
 
@@ -34,10 +36,24 @@ class FailedScore(float):
 
     kind: Failure
     why: str
+    parts: Parts = ()
+    """Parts of a sum; none if it is not one."""
 
     def __new__(cls, value: float, kind: Failure, why: str) -> FailedScore:
         score = super().__new__(cls, value)
         score.kind, score.why = kind, why
+        return score
+
+
+@final
+class SumScore(float):
+    """Sum of several scores, with each of them and its weight."""
+
+    parts: Parts
+
+    def __new__(cls, value: float, parts: Parts) -> SumScore:
+        score = super().__new__(cls, value)
+        score.parts = parts
         return score
 
 
@@ -200,4 +216,4 @@ def checked_score(name: str, value: object, prompt: Prompt, completion: Completi
             f"{name} returned {value!r}, not a finite number, for completion {completion.text[:200]!r} of prompt "
             f"{prompt.text[:200]!r}"
         )
-    return number
+    return value if isinstance(value, SumScore) else number

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final, get_args
 
-from lgrpo.rewards.base import BatchReward, Failure, NotYet, Score, checked_rewards, combined
+from lgrpo.rewards.base import BatchReward, FailedScore, Failure, NotYet, Score, SumScore, checked_rewards, combined
 from lgrpo.rewards.function import as_reward
 from lgrpo.types import Completion, Prompt
 
@@ -67,7 +67,11 @@ class WeightedSum(BatchReward):
 
     def _sum(self, parts: dict[str, Score]) -> Score:
         known = {name: value for name, value in parts.items() if not isinstance(value, NotYet)}
-        return combined(sum(self.weights[name] * value for name, value in known.items()), list(parts.values()))
+        weighted = tuple((float(value), self.weights[name]) for name, value in known.items())
+        score = combined(sum(value * weight for value, weight in weighted), list(parts.values()))
+        if isinstance(score, FailedScore):
+            score.parts = weighted
+        return score if isinstance(score, FailedScore | NotYet) else SumScore(score, weighted)
 
 
 class ScoreStatistics:

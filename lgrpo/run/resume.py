@@ -44,6 +44,7 @@ CHANGEABLE = {
     "data.generate_ahead": "the samples are the same, but they are drawn at another time",
     "data.behaviour_logprobs": "ratios from here on have another denominator",
     "loss": "steps from here on minimise another loss",
+    "model.step_rule": "updates from here on are scaled by another rule",
     "trainer.accumulate_grad_batches": "the gradient is the same except for rounding",
 }
 """Settings that may change, and the effect."""

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,17 +122,7 @@ def run_all(
             failed.append(run)
             report(f"{label}: FAILED with status {status}, see {run.log}; its last line: {last_line(run.log)}")
 
-    try:
-        with ThreadPoolExecutor(jobs, thread_name_prefix="sweep") as threads:
-            futures = [threads.submit(run_one, number, run) for number, run in enumerate(runs, 1)]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                runner.stop()
-                raise
-    finally:
-        runner.close()
+    runner.for_each(enumerate(runs, 1), lambda job: run_one(*job), jobs)
     return sorted(failed, key=runs.index)
 
 

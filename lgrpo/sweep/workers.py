@@ -10,11 +10,14 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
+
+Job = TypeVar("Job")
 
 _EXIT_TIMEOUT = 120.0
 """Seconds that a worker may take to close its engine before it is killed."""
@@ -41,6 +44,23 @@ class Runner(ABC):
 
     def close(self) -> None:  # noqa: B027
         """End the processes that are left. No run is in progress."""
+
+    def for_each(self, jobs: Iterable[Job], train: Callable[[Job], None], at_a_time: int) -> None:
+        """Call a function, which calls ``run``, for each job in several threads, and ``close`` at the end.
+
+        If a call raises or the user interrupts, the runs that are in progress are stopped.
+        """
+        try:
+            with ThreadPoolExecutor(at_a_time, thread_name_prefix="sweep") as threads:
+                futures = [threads.submit(train, job) for job in jobs]
+                try:
+                    for future in futures:
+                        future.result()
+                except BaseException:
+                    self.stop()
+                    raise
+        finally:
+            self.close()
 
     def _start(
         self, arguments: list[str], log: Path, environment: Mapping[str, str], descriptors: tuple[int, ...] = ()

@@ -2,31 +2,37 @@
 
     python -m tests.benchmarks.real_model --model FOLDER --data GSM8K --folder runs/real_model    # resumable
     python -m tests.benchmarks.real_model --model FOLDER --data GSM8K --groups lr --seconds 400
+    python -m tests.benchmarks.real_model --model FOLDER --data GSM8K --math500 MATH500 --groups longer --seconds 450
     python -m tests.benchmarks.real_model --report                                 # table and picture of all rows
 
 ``--model`` is a Hugging Face folder (Qwen2.5-Coder-1.5B-Instruct in the published rows), ``--data`` a folder with the
 train and test files of GSM8K. Each run is one ``lgrpo fit`` with ``CONFIGS``, ``SETTINGS`` and the configs and settings
 of its arm. The runs are done one after the other in one process, which keeps the engine and compiled code
 (``lgrpo sweep --share-engines``). Each appends a row to ``tests/benchmarks/results/real_model.jsonl`` as soon as it
-ends, so an interrupted command continues with the runs that have no row. With ``--workers`` above 1 the runs share the
-GPU, and their seconds are not comparable.
+ends, so an interrupted command continues with the runs that have no row. A run of the group ``longer`` writes a
+checkpoint after ``--seconds`` and ends; the next command with the same ``--folder`` continues it. With ``--workers``
+above 1 the runs share the GPU, and their seconds are not comparable.
+
+At its end a run also evaluates its policy with a higher limit of tokens, and on MATH-500 if ``--math500`` names its
+folder (``tests.benchmarks.held_out``). The model before training is a row of its own, ``INITIAL``.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lgrpo.sweep.workers import Runner, SharedWorkers
+from tests.benchmarks import trl_arm
+from tests.benchmarks.held_out import judged
 
 ROOT = Path(__file__).parents[2]
 ROWS = Path(__file__).parent / "results" / "real_model.jsonl"
@@ -55,6 +61,9 @@ class Arm(NamedTuple):
 
     settings: dict[str, Any]
     configs: tuple[str, ...] = ()
+    rollouts: int | None = None
+    """Rollouts of a run that writes checkpoints, so that several commands can share it; by default those of the
+    command, without checkpoints."""
 
 
 CLIPS = {
@@ -75,6 +84,9 @@ METHODS = {
     "TIS": "tis_grpo",
     "GSPO": "gspo",
     "CISPO": "cispo",
+    "DPPO": "dppo_tv",
+    "SAPO": "sapo",
+    "VESPO": "vespo",
 }
 """Files of configs/algorithms by the name of the method."""
 LEARNING_RATES = ("1e-6", "3e-6", "1e-5")
@@ -102,7 +114,25 @@ AT_TEN = {
 }
 TUNED = {f"v={v}{clip}": clip_arm(v, clip) for clip in CLIPS for v in (1, 10)} | AT_TEN
 """Arms whose learning rate is tuned."""
+INITIAL, TRL = "before training", "TRL"
+KL = {"model.loss.init_args.kl_coef": 0.1}
+"""The KL term of paper A, to the model before training."""
+LENGTH = 200
+LONGER = {f"{name}, {LENGTH} steps": arm._replace(rollouts=LENGTH) for name, arm in TUNED.items()} | {
+    f"{name} at {rate}, {LENGTH} steps": with_rate(arm, rate)._replace(rollouts=LENGTH)
+    for name, arm in TUNED.items()
+    for rate in LEARNING_RATES
+    if float(rate) != SETTINGS["model.optimizer.init_args.lr"]
+}
+"""Arms that may be trained for longer; ``--groups longer`` trains those that ``best_of_each`` chooses."""
+KEPT = {
+    "trainer.enable_checkpointing": "true",
+    "checkpoint.save_top_k": 0,
+    "checkpoint.every_n_train_steps": 50,
+}
+"""Settings of a run that continues in the next command: only ``last.ckpt`` is kept."""
 GROUPS: dict[str, dict[str, Arm]] = {
+    INITIAL: {INITIAL: Arm({"model.optimizer.init_args.lr": 0.0, "model.loss.init_args.kl_coef": 0.0})},
     "v": PERIODS,
     "methods": AT_TEN,
     "lr": {
@@ -114,31 +144,32 @@ GROUPS: dict[str, dict[str, Arm]] = {
         for rate in LEARNING_RATES
         if float(rate) != SETTINGS["model.optimizer.init_args.lr"]
     },
+    "adaptive": {
+        f"adaptive v{clip}": Arm({"model.loss.init_args.kl_coef": 0.0} | CLIPS[clip], ("adaptive.yaml",))
+        for clip in CLIPS
+    },
+    "mask": {
+        "v=1, KL, no mask": Arm({"weight_sync.period": 1, "zero_variance_mask": "null"} | KL),
+        "v=1, KL, mask": Arm({"weight_sync.period": 1} | KL),
+    },
+    "i": {
+        "v=1, i=4": Arm({"weight_sync.period": 1, "data.reuse": 4, "model.loss.init_args.kl_coef": 0.0}),
+        "v=4": clip_arm(4, ""),
+    },
+    "longer": LONGER,
+    "trl": {TRL: clip_arm(1, "")},
 }
-"""Arms by group: sync periods and clips; methods at v = 10; learning rates, evaluated on held-out problems; the arms of
-the first two groups with the learning rates that they do not have, evaluated on the test problems as these."""
+"""Arms by group: the model before training, one step with learning rate 0; sync periods and clips; methods at v = 10;
+learning rates, evaluated on held-out problems; the arms of these two groups with the learning rates that they do not
+have, evaluated on the test problems as these; v that adapts to the divergence; the mask of groups whose rewards are all
+equal, with a KL term; four steps on a rollout, and four rollouts between syncs, with as many completions as v=1; more
+steps; TRL with the settings of v=1."""
 ARMS = {name: arm for arms in GROUPS.values() for name, arm in arms.items()}
-SIDES = ("low", "high")
 BASELINE, NUM_SEEDS = "v=1", 3
-LAST = 10
-"""Rollouts at the end over which rewards are averaged."""
-
-SECTION = """## A real model: how far may the sampler lag behind?
-
-Qwen2.5-Coder-1.5B-Instruct learns GSM8K with `configs/papers/a_gsm8k.yaml`, `fast.yaml`, `mask.yaml` and the changes
-listed in [real_model.py](../../tests/benchmarks/real_model.py): {rollouts} rollouts of 28 × 16 completions, an
-optimizer step on each, learning rate 3e-6, no KL term. Before training pass@1 is {before} (500 test problems, two
-samples each, temperature 1). The clip is 0.2 unless named. All runs used one H200.
-
-![pass@1 against steps for each arm](../../tests/benchmarks/results/study_real_model.png)
-
-{table}
-
-*less v=1* is the difference to v = 1 with the same seed; its interval contains the error of evaluating 500 problems,
-and not the variation between seeds. {seeds}; arms with fewer are no verdict, and {tuning}. Rows: {link}.
-
-{verdicts}"""
-LINK = "[real_model.jsonl](../../tests/benchmarks/results/real_model.jsonl)"
+STAGES = ("time/sync", "time/generate", "time/score", "time/update")
+"""Metrics whose sum is the time of training, without validation."""
+SECONDS = "study_seconds.txt"
+"""File of a run folder with the seconds of the commands that have trained it."""
 
 
 def arguments(options: argparse.Namespace, arm: str, seed: int, run: Path) -> list[str]:
@@ -147,29 +178,105 @@ def arguments(options: argparse.Namespace, arm: str, seed: int, run: Path) -> li
         "seed_everything": seed,
         "model.policy.name": options.model,
         "data.task.init_args.train": options.data,
-        "data.num_rollouts": options.rollouts,
+        "data.num_rollouts": num_rollouts(options, arm),
         "run": run,
     }
-    given = [f"--config={ROOT / 'configs' / name}" for name in (*CONFIGS, *ARMS[arm].configs)]
-    given += [f"--{name}={value}" for name, value in (SETTINGS | ARMS[arm].settings | own).items()]
+    chosen = ARMS[arm]
+    if chosen.rollouts:
+        own |= KEPT
+    if arm == INITIAL:
+        own |= {"validate_every.rollouts": 1}
+    given = [f"--config={ROOT / 'configs' / name}" for name in (*CONFIGS, *chosen.configs)]
+    given += [f"--{name}={value}" for name, value in (SETTINGS | chosen.settings | own).items()]
+    if arm not in GROUPS["lr"]:
+        given += ["--data.evaluation.results=jsonl", f"--trainer.callbacks+={held_out(options)}"]
+    if can_resume(run):
+        given.append("--ckpt_path=last")
     return [*given, *(f"--{setting}" for setting in options.set)]
+
+
+def num_rollouts(options: argparse.Namespace, arm: str) -> int:
+    """Return the number of rollouts of a run."""
+    return 1 if arm == INITIAL else ARMS[arm].rollouts or int(options.rollouts)
+
+
+def held_out(options: argparse.Namespace) -> str:
+    """Return the callback that evaluates the final policy, as an argument."""
+    settings = {} if options.math500 is None else {"math500": options.math500}
+    return json.dumps({"class_path": "tests.benchmarks.held_out.HeldOut", "init_args": settings})
+
+
+def can_resume(run: Path) -> bool:
+    """Return whether an earlier command left a checkpoint of a run."""
+    return any(run.glob("checkpoints/last*.ckpt"))
 
 
 def train(runner: Runner, options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any] | None:
     """Train one arm and return its row; None if the study was stopped meanwhile."""
+    if arm == TRL:
+        return train_trl(runner, options, seed)
     name = "".join(c if c.isalnum() else "_" for c in arm)
-    run = options.folder / f"{name}-{seed}-{time.time_ns()}"
+    is_kept = ARMS[arm].rollouts is not None
+    run = options.folder / (f"{name}-{seed}" if is_kept else f"{name}-{seed}-{time.time_ns()}")
     log = run.with_suffix(".log")
+    earlier = seconds_before(run)
+    if is_kept and run.exists() and not can_resume(run):
+        shutil.rmtree(run)  # ended before its first checkpoint
+    timer = threading.Timer(max(0.0, options.deadline - time.monotonic()), runner.stop)
+    if is_kept and options.deadline < math.inf:
+        timer.start()
     start = time.perf_counter()
     status = runner.run(arguments(options, arm, seed, run), log)
+    timer.cancel()
+    seconds = earlier + time.perf_counter() - start
     row = {"arm": arm, "seed": seed}
     if status is None:
+        if can_resume(run):
+            (run / SECONDS).write_text(str(seconds))
         return None
     text = log.read_text(errors="replace")
     if status:
         return row | {"error": text[-1500:]}
-    row |= measured(run) | setup(options) | {"seconds": round(time.perf_counter() - start, 1)}
+    row |= measured(run) | judged(run) | setup(options, arm) | {"seconds": round(seconds, 1)}
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
     return row | {"kept_engine": "The engine of the previous run continues" in text}
+
+
+def train_trl(runner: Runner, options: argparse.Namespace, seed: int) -> dict[str, Any] | None:
+    """Train with TRL, evaluate the final weights as those of the other arms, and return the row.
+
+    Weights of a finished training are kept until they have been evaluated, maybe by the next command.
+    """
+    run = options.folder / f"TRL-{seed}"
+    run.mkdir(exist_ok=True)
+    start = time.perf_counter()
+    found = trl_arm.run(arguments(options, TRL, seed, run), run, limit=580)
+    row: dict[str, Any] = {"arm": TRL, "seed": seed}
+    if "error" in found:
+        return row | found
+    weights = {"class_path": "tests.benchmarks.held_out.LoadWeights", "init_args": {"folder": str(run / trl_arm.MODEL)}}
+    evaluated = run / f"evaluated-{time.time_ns()}"
+    given = [*arguments(options, INITIAL, seed, evaluated), f"--trainer.callbacks+={json.dumps(weights)}"]
+    log = evaluated.with_suffix(".log")
+    status = runner.run(given, log)
+    if status is None:
+        return None
+    if status:
+        return row | {"error": log.read_text(errors="replace")[-1500:]}
+    before = [row["pass@1"][-1][1] for row in [*read(), *read(options.rows)] if row["arm"] == INITIAL]
+    after = measured(evaluated)
+    steps, seconds = len(found["step_seconds"]), sum(found["step_seconds"])
+    row |= found | judged(evaluated) | setup(options, TRL) | {"pass@1_stderr": after["pass@1_stderr"]}
+    row["pass@1"] = [*([0, value] for value in before[:1]), [steps, after["pass@1"][-1][1]]]
+    row["seconds_at"] = [*(0.0 for _ in before[:1]), round(seconds, 1)]
+    shutil.rmtree(run / trl_arm.MODEL)
+    return row | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def seconds_before(run: Path) -> float:
+    """Return how long earlier commands have trained a run."""
+    path = run / SECONDS
+    return float(path.read_text()) if path.exists() else 0.0
 
 
 def environment() -> dict[str, str]:
@@ -203,11 +310,13 @@ def measured(run: Path) -> dict[str, Any]:
         key: [float(f"{value:.4g}") for _, value in series[name]] for key, name in names.items() if name in series
     }
     found["pass@1"] = [[step, round(value, 4)] for step, value in series["val/pass@1"]]
+    spent = [point for name in STAGES for point in series.get(name, [])]
+    found["seconds_at"] = [round(sum(value for at, value in spent if at < step), 1) for step, _ in series["val/pass@1"]]
     found["pass@1_stderr"] = round(series["val/pass@1_stderr"][-1][1], 4)
     return found
 
 
-def setup(options: argparse.Namespace) -> dict[str, Any]:
+def setup(options: argparse.Namespace, arm: str) -> dict[str, Any]:
     """Return what the numbers depend on beside the settings."""
     import torch
     import transformers
@@ -215,7 +324,7 @@ def setup(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {
         "model": Path(options.model).name,
-        "rollouts": options.rollouts,
+        "rollouts": num_rollouts(options, arm),
         "workers": options.workers,
         "set": options.set,
         "commit": options.commit,
@@ -236,174 +345,54 @@ def launch(options: argparse.Namespace) -> None:
     """Train every arm and seed that has no row yet; start none after ``options.seconds``."""
     options.folder.mkdir(parents=True, exist_ok=True)
     options.rows.parent.mkdir(parents=True, exist_ok=True)
-    done = {(row["arm"], row["seed"]) for row in [*read(), *read(options.rows)]}
+    rows = [row for row in [*read(), *read(options.rows)] if row["arm"] != INITIAL or has_all_sets(row, options)]
+    done = {(row["arm"], row["seed"]) for row in rows}
     jobs = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
-    deadline = time.monotonic() + options.seconds
+    if jobs and INITIAL not in {arm for arm, _ in [*done, *jobs]}:
+        jobs.insert(0, (INITIAL, options.seeds[0]))
+    options.deadline = time.monotonic() + options.seconds
     runner, writing = SharedWorkers(options.workers, environment()), threading.Lock()
 
     def train_one(arm: str, seed: int) -> None:
-        if time.monotonic() > deadline or (row := train(runner, options, arm, seed)) is None:
+        if time.monotonic() > options.deadline:
+            return
+        if (row := train(runner, options, arm, seed)) is None:
+            print(f"{arm}, seed {seed}: stopped; the next command continues it", flush=True)
             return
         with writing, options.rows.open("a") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         print(row.get("error") or f"{arm}, seed {seed}: pass@1 {row['pass@1']}, {row['seconds']} s", flush=True)
 
-    try:
-        with ThreadPoolExecutor(options.workers) as pool:
-            try:
-                for future in [pool.submit(train_one, *job) for job in jobs]:
-                    future.result()
-            except BaseException:
-                runner.stop()
-                raise
-    finally:
-        runner.close()
+    runner.for_each(jobs, lambda job: train_one(*job), options.workers)
 
 
-def by_arm() -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of every arm that has some, by seed."""
-    rows = sorted(read(), key=lambda row: row["seed"])
-    return {arm: own for arm in ARMS if (own := [row for row in rows if row["arm"] == arm])}
+def has_all_sets(row: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Return whether a row was evaluated on MATH-500 if this command does so."""
+    return options.math500 is None or "math500" in row
 
 
-def table() -> str:
-    """Return the rows that were evaluated on the test problems as a Markdown table, one line per arm."""
-    lines = [
-        f"| arm | seeds | pass@1 | less {BASELINE} | reward, last {LAST} | clipped tokens | largest KL to α |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for arm, rows in by_arm().items():
-        if arm in GROUPS["lr"]:
-            continue
-        after = ", ".join(f"{row['pass@1'][-1][1]:.3f}" for row in rows)
-        reward = statistics.fmean(value for row in rows for value in row["reward"][-LAST:])
-        clipped = sum(
-            statistics.fmean(x for row in rows for x in row.get(f"clip_fraction_{side}", [0.0])) for side in SIDES
-        )
-        kl = max(value for row in rows for value in row["kl_behaviour"])
-        cells = [arm, str(len(rows)), after, difference(rows), f"{reward:.3f}", f"{clipped:.2%}", f"{kl:.2g}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def best_of_each(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the arms to train for longer: for v = 1 and v = 10 the one with the highest final pass@1.
 
-
-def difference(rows: list[dict[str, Any]]) -> str:
-    """Return the final pass@1 of an arm less that of the baseline with the same seed, and the error of measuring it."""
-    baseline = {row["seed"]: row for row in by_arm().get(BASELINE, [])}
-    pairs = [(row, baseline[row["seed"]]) for row in rows if row["seed"] in baseline and row["arm"] != BASELINE]
-    if not pairs:
-        return ""
-    mean = statistics.fmean(row["pass@1"][-1][1] - other["pass@1"][-1][1] for row, other in pairs)
-    variance = sum(row["pass@1_stderr"] ** 2 + other["pass@1_stderr"] ** 2 for row, other in pairs) / len(pairs) ** 2
-    return f"{mean:+.3f} ± {1.96 * variance**0.5:.3f}"
-
-
-def verdicts(arms: dict[str, list[dict[str, Any]]]) -> str:
-    """Return what the seeds of each complete arm say about its difference to the baseline."""
-    from lgrpo.report.intervals import paired_difference
-
-    final = {arm: {row["seed"]: row["pass@1"][-1][1] for row in rows} for arm, rows in arms.items()}
-    others = [arm for arm in final if arm != BASELINE]
-    if BASELINE not in final or not others:
-        return f"No verdict yet: {BASELINE} and another arm need {NUM_SEEDS} seeds."
-    lines = [
-        f"Verdicts on final pass@1: the difference to {BASELINE}, paired by seed, with a t-interval over the seeds at "
-        f"95 % after Bonferroni's correction for {len(others)} comparisons.",
-        "",
-    ]
-    for arm in others:
-        found = paired_difference(final[arm], final[BASELINE], 1 - 0.05 / len(others))
-        assert found is not None
-        side = "below" if found.mean < 0 else "above"
-        is_clear = abs(found.mean) > found.half_width
-        verdict = f"**{side} {BASELINE}**" if is_clear else f"these seeds do not separate it from {BASELINE}"
-        lines.append(f"- {arm}: {found.mean:+.3f} ± {found.half_width:.3f}: {verdict}.")
-    return "\n".join(lines)
-
-
-def area(row: dict[str, Any]) -> float:
-    """Return the mean of pass@1 over the steps of a run: the area under its curve."""
-    points = row["pass@1"]
-    pieces = [(x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)]
-    return sum(pieces) / (points[-1][0] - points[0][0])
-
-
-def best_rates() -> dict[str, str]:
-    """Return the learning rate with the largest area under the curve of each arm for which all were tried."""
-    found = by_arm()
-    tried = {name: {rate: found.get(f"{name}, lr {rate}") for rate in LEARNING_RATES} for name in TUNED}
-    return {
-        name: max(rates, key=lambda rate: statistics.fmean(area(row) for row in rates[rate] or []))
-        for name, rates in tried.items()
-        if all(rates.values())
-    }
-
-
-def rate_table() -> str:
-    """Return the areas under the curves of the learning rates as a Markdown table, one line per arm; empty if none."""
-    found, best = by_arm(), best_rates()
-    lines = [f"| arm | {' | '.join(LEARNING_RATES)} | best |", f"|---|{'---:|' * (len(LEARNING_RATES) + 1)}"]
-    for name in TUNED:
-        tried = [found.get(f"{name}, lr {rate}", []) for rate in LEARNING_RATES]
-        if any(tried):
-            areas = [f"{statistics.fmean(map(area, rows)):.3f}" if rows else "" for rows in tried]
-            lines.append(f"| {' | '.join([name, *areas, best.get(name, '')])} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def tuning() -> str:
-    """Return which learning rates were tuned, as the end of a sentence."""
-    if not (rates := rate_table()):
-        return "no learning rate was tuned for an arm\nyet"
-    return (
-        "learning rates were compared with one seed by the mean pass@1 of the run on 200 problems held out of the "
-        f"training split:\n\n{rates}\n\nAn arm named *at* a rate was trained with that one"
-    )
-
-
-def section() -> str:
-    """Return the section of the results page."""
-    found = {arm: rows for arm, rows in by_arm().items() if arm not in GROUPS["lr"]}
-    seeds = {arm: len(rows) for arm, rows in found.items()}
-    complete = [arm for arm, count in seeds.items() if count >= NUM_SEEDS]
-    rows = [row for rows in found.values() for row in rows]
-    first, (length,) = rows[0], {row["rollouts"] for row in rows}
-    return SECTION.format(
-        rollouts=length,
-        before=f"{first['pass@1'][0][1]:.3f}",
-        table=table(),
-        seeds=f"{len(complete)} of {len(seeds)} arms have {NUM_SEEDS} seeds",
-        verdicts=verdicts({arm: found[arm] for arm in complete}),
-        tuning=tuning(),
-        link=LINK,
-    )
-
-
-def draw(path: Path) -> None:
-    """Draw pass@1 against optimizer steps, a line per arm of v and clip: the mean over its seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    styles = dict(zip(CLIPS, ("-", "--", ":"), strict=True))
-    colours = {v: f"C{number}" for number, v in enumerate((1, 2, 5, 10, 30))}
-    for arm, rows in by_arm().items():
-        if arm not in PERIODS:
-            continue
-        v, clip = arm.partition(",")[0], arm[len(arm.partition(",")[0]) :]
-        steps = [step for step, _ in rows[0]["pass@1"]]
-        means = [statistics.fmean(row["pass@1"][index][1] for row in rows) for index in range(len(steps))]
-        label = f"{arm} ({len(rows)} seed{'s' * (len(rows) > 1)})"
-        axes.plot(steps, means, styles[clip], color=colours[int(v[2:])], marker="o", markersize=3, label=label)
-    axes.set(xlabel="optimizer steps", ylabel="pass@1, GSM8K test problems")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper left")
-    figure.savefig(path, dpi=130)
+    Arms with fewer seeds than a verdict needs are chosen only if no other has more.
+    """
+    final: dict[str, list[float]] = {}
+    for row in rows:
+        if f"{row['arm']}, {LENGTH} steps" in LONGER:
+            final.setdefault(row["arm"], []).append(row["pass@1"][-1][1])
+    chosen = []
+    for v in (1, 10):
+        own = {arm: values for arm, values in final.items() if arm.split(",")[0].split(" at ")[0] == f"v={v}"}
+        best = max(own, key=lambda arm: (min(len(own[arm]), NUM_SEEDS), statistics.fmean(own[arm])), default=f"v={v}")
+        chosen.append(f"{best}, {LENGTH} steps")
+    return chosen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Hugging Face folder of the model.")
     parser.add_argument("--data", type=Path, help="Folder with the train and test files of GSM8K.")
+    parser.add_argument("--math500", type=Path, help="Folder with the test file of MATH-500, to evaluate on it, too.")
     parser.add_argument("--folder", type=Path, default=Path("runs/real_model"), help="Folder for the runs and logs.")
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, metavar="ARM", default=["v=1", "v=10"], help="Arms to train."
@@ -420,7 +409,8 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="Commit to note in the rows.")
     parser.add_argument("--report", action="store_true", help="Print the table and train nothing.")
     options = parser.parse_args()
-    options.arms = [arm for group in options.groups for arm in GROUPS[group]] or options.arms
+    groups = GROUPS | {"longer": dict.fromkeys(best_of_each([*read(), *read(options.rows)]))}
+    options.arms = [arm for group in options.groups for arm in groups[group]] or options.arms
     if not options.report:
         if options.model is None or options.data is None:
             parser.error("--model and --data are required to train")
@@ -429,9 +419,12 @@ def main() -> None:
             str(options.data.resolve()),
             options.folder.resolve(),
         )
+        options.math500 = options.math500 and str(options.math500.resolve())
         launch(options)
-    draw(ROWS.with_name("study_real_model.png"))
-    print(table())
+    from tests.benchmarks import real_model_report  # imports this module
+
+    real_model_report.draw(ROWS.with_name("study_real_model.png"))
+    print(real_model_report.table(real_model_report.main_arms()))
 
 
 if __name__ == "__main__":

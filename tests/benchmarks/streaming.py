@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -31,12 +32,16 @@ from lgrpo import (
     Sampling,
     WeightSync,
 )
+from lgrpo.data.partial import PartialRollouts
 from lgrpo.engines import EnginePool, RolloutEngine, VLLMEngine
+from lgrpo.engines.processes import MPS_PRIORITY, TRAINER_PRIORITY
+from lgrpo.run.resume import describe
 from lgrpo.tasks import GSM8K, Template
 from tests.benchmarks.stages import bare_trainer
 
 ROWS = Path(__file__).parent / "results" / "streaming.jsonl"
 BASELINE = "v=1"
+HALF = PartialRollouts(extra_prompts=14)
 ARMS: dict[str, dict[str, Any]] = {
     "v=1": {"v": 1},
     "v=10": {"v": 10, "generate_ahead": True},
@@ -46,7 +51,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "v=2": {"v": 2, "generate_ahead": True},
     "v=2, overlap": {"v": 2, "generate_ahead": True, "overlap": True},
     "v=1, lead 1, overlap": {"v": 1, "lead": 1, "overlap": True},
+    "v=1, lead 2, overlap": {"v": 1, "lead": 2, "overlap": True},
+    "v=1, lead 2, in flight": {"v": 1, "lead": 2, "overlap": True, "in_flight": True},
     "v=1, partial": {"v": 1, "partial": True},
+    "v=1, partial of half": {"v": 1, "partial": HALF},
     "v=10, overlap, partial": {"v": 10, "overlap": True, "partial": True},
 }
 
@@ -78,10 +86,10 @@ def measure(
 ) -> dict[str, Any]:
     """Train for some cycles, and return the seconds of each rollout after the first cycle."""
     v = arm["v"]
-    settings = {name: value for name, value in arm.items() if name != "v"}
-    skipped = max(v, 2)
-    count = skipped + max(v, options.rollouts) // v * v
-    clock = Clock()
+    settings = {name: value for name, value in arm.items() if name not in ("v", "in_flight")}
+    skipped, lead = max(v, 2), arm.get("lead", 0)
+    count = skipped + max(v, options.rollouts) // v * v + lead
+    clock, sync = Clock(), WeightSync(v, arm.get("in_flight", False))
     module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=0.0, fused=True))
     prompt = "{question}\n\nThink step by step, and end with the answer, a plain number."
     template = Template(prompt=prompt, chat=policy.tokenizer.chat_template is not None)
@@ -94,9 +102,10 @@ def measure(
         sampling=Sampling(max_tokens=options.max_tokens),
         **settings,
     )
-    trainer = bare_trainer(torch.cuda.is_available(), options.micro_batches, [WeightSync(v), clock])
+    trainer = bare_trainer(torch.cuda.is_available(), options.micro_batches, [sync, clock])
     trainer.fit(module, datamodule=data)
-    ends, rollouts = clock.ends, clock.rollouts[skipped:]
+    last = count - lead  # nothing is sampled any more while the last ones train
+    ends, rollouts = clock.ends[:last], clock.rollouts[skipped:last]
     total = ends[-1] - ends[skipped - 1]
 
     def mean(name: str) -> float:
@@ -112,11 +121,13 @@ def measure(
         "sync": mean("sync"),
         "longest": mean("longest"),
         "continued": mean("continued"),
+        "has_tail": False,
     }
 
 
 def launch(options: argparse.Namespace) -> None:
     """Run the arms, and append a row for each as it ends."""
+    os.environ.setdefault(MPS_PRIORITY, TRAINER_PRIORITY)
     cuda = torch.cuda.is_available()
     policy = CausalPolicy(options.model, compile=cuda, gradient_checkpointing=False, chunk_size=4096)
     engine = EnginePool(
@@ -138,7 +149,8 @@ def launch(options: argparse.Namespace) -> None:
     }
     for name in options.arms:
         start = time.perf_counter()
-        row = {"arm": name, **ARMS[name], **measure(policy, engine, options, ARMS[name]), **shared}
+        arm = {key: describe(value) for key, value in ARMS[name].items()}
+        row = {"arm": name, **arm, **measure(policy, engine, options, ARMS[name]), **shared}
         row["run_seconds"] = round(time.perf_counter() - start, 1)
         with options.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -148,6 +160,18 @@ def launch(options: argparse.Namespace) -> None:
 def command_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return what the rows of one command share."""
     return row["commit"], row["settings"], row["device"], row["model"]
+
+
+def without_tail(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a run with a lead without its last rollouts, which older rows count.
+
+    Nothing is sampled while these train. The means of their times are not known without them.
+    """
+    if not (lead := row.get("lead", 0)) or row.get("has_tail") is False:
+        return row
+    seconds = statistics.fmean(row["seconds"][:-lead])
+    means = {"seconds_per_rollout": seconds, "tokens_per_second": round(row["tokens"] / seconds)}
+    return {name: value for name, value in row.items() if name not in ("wait", "generate")} | means
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -160,7 +184,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| arm | s per rollout | ratio to v=1 | tokens/s | trainer idle | engines idle |",
         "|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in map(without_tail, rows):
         same = [r for r in rows if r["arm"] == BASELINE and command_of(r) == command_of(row)]
         ratio = row["seconds_per_rollout"] / statistics.median(r["seconds_per_rollout"] for r in same) if same else None
         cells = [
@@ -168,8 +192,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['seconds_per_rollout']:.2f}",
             f"{ratio:.2f}" if ratio else "",
             f"{row['tokens_per_second']:,}",
-            f"{row['wait'] / row['seconds_per_rollout']:.2f}",
-            f"{1 - row['generate'] / row['seconds_per_rollout']:.2f}",
+            f"{row['wait'] / row['seconds_per_rollout']:.2f}" if "wait" in row else "",
+            f"{1 - row['generate'] / row['seconds_per_rollout']:.2f}" if "generate" in row else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

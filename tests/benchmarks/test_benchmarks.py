@@ -430,6 +430,9 @@ def test_overlap_is_compared_within_a_command():
         for arm, seconds, other in (("v=1", 4.0, {}), ("v=1", 1.0, {"device": "two"}), ("v=10", 2.0, {}))
     ]
     assert streaming.table(rows).splitlines()[-1] == "| v=10 | 2.00 | 0.50 | 1 | 0.10 | 0.75 |"
+    ahead = rows[-1] | {"arm": "ahead", "lead": 1, "seconds": [3.0, 5.0, 1.0], "tokens": 8}
+    assert streaming.table([rows[0], ahead]).splitlines()[-1] == "| ahead | 4.00 | 1.00 | 2 |  |  |"
+    assert "| 2.00 |" in streaming.table([ahead | {"has_tail": False}]), "a row that does not count the last rollouts"
 
 
 def test_a_measurement_has_one_row():

@@ -64,14 +64,22 @@ def test_metrics_use_the_policy_after_the_last_step(tmp_path):
     assert sorted(series["monitor/gain"]) == [1, 3, 5, 7, 9, 11]  # the row of each rollout's last step
     states = [*saved.states, {n: p.clone() for n, p in run.module.policy.state_dict().items()}]
     for k, batch in enumerate(run.recorder.rollouts):
-        ratios = []
+        ratios, tokens = [], []
         for state in (states[2 * k + 2], states[2 * k]):  # after its two steps, and before them
             run.module.policy.load_state_dict(state)
             logprobs, _ = run.module.policy(batch.tokens, batch.completion_mask, 1.0)
             per_token = (logprobs - batch.behaviour_logprobs).detach().double() * batch.completion_mask
+            tokens.append(per_token)
             ratios.append(per_token.sum(1).view(4, 4))
         terms = F.improvement_terms(*ratios, batch.rewards.view(4, 4).double())
         row = 2 * k + 1
+        rewards = batch.rewards.view(4, 4).double()
+        trm = F.trust_region_terms(tokens[0], batch.behaviour_logprobs, batch.completion_mask, rewards)
+        varied = F.has_reward_variance(batch.rewards, 4).view(4, 4)[:, 0]
+        bound = (trm["surrogate_trm"] - trm["penalty_trm"] - terms["tv_proximal"])[varied]
+        assert series["monitor/bound_trm"][row] == pytest.approx(float(bound.mean()), rel=1e-3, abs=1e-4)
+        assert series["monitor/bound_trm_informative"][row] == float((bound > -1).double().mean())
+        assert series["monitor/penalty_trm"][row] == pytest.approx(float(trm["penalty_trm"].mean()), rel=1e-3, abs=1e-4)
         assert series["monitor/gain"][row] == pytest.approx(float(terms["gain"].mean()), rel=1e-3, abs=1e-5)
         for name in ("gain_rollout", "tv", "tv_proximal", "tv_pinsker", "s", "coefficient_bernoulli", "bound_1"):
             assert series[f"monitor/{name}"][row] == pytest.approx(float(terms[name].mean()), rel=1e-3, abs=1e-4)

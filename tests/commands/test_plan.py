@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from statistics import mean, median
+
 import pytest
+from transformers import Qwen2Config
 
 from lgrpo.cli import main
+from lgrpo.commands import plan_time
 from tests.helpers import tiny_policy
 from tests.test_cli import CONFIGS, with_base
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def plan(capsys, *options):
@@ -148,6 +156,10 @@ def test_overlap(capsys):
     assert plan(capsys, "--data.engine=lgrpo.engines.VLLMServerEngine")["overlap"] == within[:-2]
     replay = ["--data.engine=lgrpo.recordings.ReplayEngine", "--data.engine.path=nowhere"]
     assert plan(capsys, *replay, on)["overlap"] == within + both
+    in_flight = plan(capsys, f"--config={CONFIGS / 'in_flight.yaml'}")
+    assert "a sync interrupts sampling, which continues with the new weights" in in_flight["overlap"]
+    assert in_flight["schedule"] == "v = 1, i = 1: off-policy: the sampler lags behind"
+    assert in_flight["lags that occur"].endswith("and for tokens sampled after a sync in flight")
     with pytest.raises(ValueError, match="VLLMEngine cannot sample while the trainer updates"):
         plan(capsys, on, "--data.engine=lgrpo.engines.VLLMEngine")
 
@@ -184,3 +196,75 @@ def test_activation_memory_counts_only_for_compiled_layers(capsys):
 def test_a_model_that_cannot_be_read(capsys):
     rows = plan(capsys, "--model.policy.name=nobody/nothing", "--model.policy.config=null")
     assert rows["memory"].startswith("not estimated: the model's config cannot be read")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Return a folder with the config of the model whose speed was measured."""
+    Qwen2Config(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def expected_time(capsys, *options):
+    """Return the row with the time of the quick start, or None, and its minutes."""
+    main(["plan", f"--config={CONFIGS / 'quickstart_gsm8k.yaml'}", *options])
+    text = next((line for line in capsys.readouterr().out.splitlines() if line.startswith("time ")), None)
+    return text, None if text is None else int(text.split("about ")[1].split(" minutes")[0])
+
+
+def test_time_of_the_quick_start(capsys, model):
+    row = json.loads((RESULTS / "quickstart.jsonl").read_text().splitlines()[0])
+    text, minutes = expected_time(capsys, f"--model.policy.name={model}")
+    assert minutes == pytest.approx(row["seconds"] / 60, abs=1)
+    assert "for each of 40 rollouts" in text
+    _, twice = expected_time(capsys, f"--model.policy.name={model}", "--data.num_rollouts=80")
+    assert twice == pytest.approx(2 * minutes - 80 / 60, abs=1)
+    reuse, _ = expected_time(capsys, f"--model.policy.name={model}", "--data.reuse=2")
+    assert float(reuse.split(" s to update")[0].split()[-1]) == pytest.approx(9.7, abs=0.1)
+
+
+def test_time_with_the_fast_settings(capsys, model):
+    (row,) = [row for row in measured() if not row["kept_engine"]]
+    given = ["--data.num_prompts=28", "--data.num_rollouts=30", f"--config={CONFIGS / 'fast.yaml'}"]
+    _, minutes = expected_time(capsys, f"--model.policy.name={model}", *given)
+    assert minutes == pytest.approx(row["seconds"] / 60, abs=1)
+
+
+@pytest.mark.parametrize("option", ["data.engine=lgrpo.engines.TransformersEngine", "trainer.devices=2"])
+def test_no_time_where_nothing_was_measured(capsys, model, option):
+    options = [f"--model.policy.name={model}", f"--{option}"]
+    assert expected_time(capsys, *options)[0] is None
+
+
+def measured():
+    """Return the rows from which the rates with ``fast.yaml`` were taken."""
+    rows = [json.loads(line) for line in (RESULTS / "real_model.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["commit"] == "44cd757"]
+
+
+def test_rates_are_those_of_the_rows():
+    quick = json.loads((RESULTS / "quickstart.jsonl").read_text().splitlines()[0])
+    rates = plan_time.RATES["VLLMEngine"]
+    tokens = sum(512 * length for length in quick["completion_length"])
+    seconds = sum(quick["generate_seconds"]), sum(quick["update_seconds"])
+    assert (rates.sampled, rates.trained) == pytest.approx([tokens / each for each in seconds], rel=0.02)
+    assert rates.start + 40 * rates.rest == pytest.approx(quick["seconds"] - sum(seconds), rel=0.02)
+    assert pytest.approx(tokens / 40 / 512 / 320, rel=0.02) == plan_time.FILLED
+
+    rates, rows = plan_time.RATES["EnginePool"], measured()
+    tokens = [sum(448 * length for length in row["completion_length"]) for row in rows]
+    sampled = [count / sum(row["generate_seconds"]) for count, row in zip(tokens, rows, strict=True)]
+    trained = [count / (30 * median(row["update_seconds"])) for count, row in zip(tokens, rows, strict=True)]
+    rest = [row["seconds"] - sum(row["generate_seconds"]) - sum(row["update_seconds"]) for row in rows]
+    assert rates.sampled == pytest.approx(mean(sampled), rel=0.03)
+    assert rates.trained == pytest.approx(mean(trained), rel=0.05)
+    assert rates.rest == pytest.approx(mean(rest[1:]) / 30, rel=0.05), "the engine was kept in the last two"
+    assert rates.start == pytest.approx(rest[0] - 30 * rates.rest, rel=0.05)

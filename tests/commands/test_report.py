@@ -113,7 +113,7 @@ def test_every_metric_is_in_one_chart():
     assert ("Learning", "val/aime/pass@4") in shown
 
 
-def test_the_monitor_has_six_charts(tmp_path):
+def test_the_monitor_has_seven_charts(tmp_path):
     """With the names that a run really logs: a chart of other names would never be drawn."""
     logger = CSVLogger(tmp_path, name="metrics")
     monitor = ImprovementMonitor(every=1, num_held_out=4)
@@ -123,4 +123,4 @@ def test_the_monitor_has_six_charts(tmp_path):
     (section,) = chart_sections(names)
     assert section["title"] == "Improvement"
     drawn = {chart["title"]: len(chart["lines"]) for chart in section["charts"]}
-    assert list(drawn.values()) == [2, 2, 2, 2, 1, 5], drawn
+    assert list(drawn.values()) == [2, 2, 3, 3, 2, 1, 5], drawn

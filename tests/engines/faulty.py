@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from lgrpo.engines import TransformersEngine
@@ -14,6 +16,12 @@ class FaultyWorker(WeightReport):
     def exhaust_memory(self) -> None:
         """Fail in the next step."""
         self._lgrpo_model().register_forward_pre_hook(lambda *_: torch.empty(2**60, dtype=torch.uint8))
+
+    def slow_down(self, seconds: float) -> None:
+        """Take at least so long for each step from now on."""
+        if not hasattr(self, "_pause"):
+            self._lgrpo_model().register_forward_pre_hook(lambda *_: time.sleep(self._pause))
+        self._pause = seconds
 
 
 class Distorted(TransformersEngine):

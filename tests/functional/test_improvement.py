@@ -118,6 +118,106 @@ def test_both_bounds_hold_and_the_stated_one_is_rarely_positive():
     assert bool((tv <= F.pinsker(kl) + 1e-12).all())
 
 
+def autoregressive(alpha, pi):
+    """Return exact quantities of all sequences of two policies, [V] and [V, V] and [V, V, V] of conditional tokens."""
+    size, length = len(alpha[0]), len(alpha)
+    sequences = list(itertools.product(range(size), repeat=length))
+    tokens = torch.tensor(
+        [[[float(p[t][sequence[: t + 1]]) for t in range(length)] for sequence in sequences] for p in (alpha, pi)],
+        dtype=torch.float64,
+    )
+    largest_tv = max(float((p - q).abs().sum(-1).max()) / 2 for p, q in zip(pi, alpha, strict=True))
+    largest_kl = max(float((q * (q / p).log()).sum(-1).max()) for p, q in zip(pi, alpha, strict=True))
+    return tokens[0], tokens[1], largest_tv, largest_kl
+
+
+def test_the_bound_of_trm_holds_and_is_often_better_than_theorem_1():
+    """2,000 random policies over three tokens of three symbols, with exact quantities."""
+    g = torch.Generator().manual_seed(3)
+    gains, bounds, theorem = [], [], []
+    for _ in range(2000):
+        step = float(torch.rand((), generator=g)) * 0.8
+        alpha, pi = [], []
+        for t in range(3):
+            logits = torch.randn((3,) * (t + 1), generator=g, dtype=torch.float64)
+            moved = logits + step * torch.randn(logits.shape, generator=g, dtype=torch.float64)
+            alpha.append(logits.softmax(-1))
+            pi.append(moved.softmax(-1))
+        under_alpha, under_pi, largest_tv, largest_kl = autoregressive(alpha, pi)
+        reward = torch.randint(0, 2, (27,), generator=g).double()
+        weight, ratio = under_alpha.prod(1), under_pi / under_alpha
+        gain = float((under_pi.prod(1) - weight) @ reward)
+        surrogate = float(weight @ ((ratio - 1).sum(1) * reward))
+        tv = (weight[:, None] * (ratio - 1).abs() / 2).sum(0)
+        whole_tv = ((under_pi.prod(1) - weight).abs().sum() / 2)[None]
+        exact = tv[None], torch.tensor([3]), torch.tensor([largest_tv]), torch.tensor([largest_kl]), whole_tv
+        penalty = float(F.trust_region_penalty(*exact))
+        assert abs(gain - surrogate) <= penalty + 1e-12
+        mean = weight @ reward
+        s = torch.sqrt(weight @ (reward - mean) ** 2 + 1e-4)
+        gains.append(gain)
+        bounds.append(surrogate - penalty)
+        theorem.append(float(F.improvement_bound(gain / s, s, whole_tv, torch.zeros(1), 1.0)))
+    found, stated = torch.tensor(bounds), torch.tensor(theorem)
+    assert int((found > 0).sum()) > 20
+    assert 100 < int((found > stated).sum()) < 1900  # neither is always the better one
+
+
+def test_the_penalty_of_trm_equals_a_loop():
+    g = torch.Generator().manual_seed(4)
+    for _ in range(50):
+        prompts, width = 3, 7
+        tv = torch.rand(prompts, width, generator=g, dtype=torch.float64) * 0.4
+        lengths = torch.randint(1, width + 1, (prompts,), generator=g)
+        tv[torch.arange(width) >= lengths[:, None]] = 0.0
+        eps, delta, whole = (torch.rand(prompts, generator=g, dtype=torch.float64) for _ in range(3))
+        found = F.trust_region_penalty(tv, lengths, eps, delta, whole)
+        for p in range(prompts):
+            e, d, w, length = float(eps[p]), float(delta[p]), float(whole[p]), int(lengths[p])
+            adaptive = marginal = 0.0
+            for t in range(1, length + 1):
+                adaptive += 4 * float(tv[p, t - 1]) * min(1, (length - t) * e, math.sqrt((length - t) * d / 2))
+                shift = min(1, (t - 1) * e, math.sqrt((t - 1) * d / 2), w)
+                marginal += 4 * min(1, e, math.sqrt(d / 2)) * shift
+            assert float(found[p]) == pytest.approx(min(adaptive, marginal), abs=1e-12)
+
+
+def test_terms_of_trm_equal_loops():
+    """Two groups of three completions with prompts of different lengths, so that the t-th tokens are not aligned."""
+    g = torch.Generator().manual_seed(5)
+    behaviour = -torch.rand(6, 9, generator=g, dtype=torch.float64) - 0.1
+    log_ratio = 0.4 * torch.randn(6, 9, generator=g, dtype=torch.float64)
+    starts, ends = [1, 3, 2, 0, 4, 4], [5, 9, 3, 6, 8, 5]
+    mask = torch.tensor([[start <= t < end for t in range(9)] for start, end in zip(starts, ends, strict=True)])
+    rewards = torch.rand(2, 3, generator=g, dtype=torch.float64)
+    found = F.trust_region_terms(log_ratio, behaviour, mask, rewards)
+    for p in range(2):
+        rows = range(3 * p, 3 * p + 3)
+        summed, tv, kl_max, tv_max, whole = [], [0.0] * 9, 0.0, 0.0, 0.0
+        for row in rows:
+            ratios = log_ratio[row, starts[row] : ends[row]].exp().tolist()
+            probabilities = behaviour[row, starts[row] : ends[row]].exp().tolist()
+            summed.append(sum(ratios) - len(ratios))
+            whole += abs(math.prod(ratios) - 1) / 2 / 3
+            for t, (ratio, a) in enumerate(zip(ratios, probabilities, strict=True)):
+                tv[t] += abs(ratio - 1) / 2 / 3
+                rest = max(1 - a * ratio, 1e-8)
+                kl_max = max(kl_max, a * math.log(1 / ratio) + (1 - a) * math.log((1 - a) / rest))
+                tv_max = max(tv_max, abs(a * ratio - a))
+        mean = sum(rewards[p].tolist()) / 3
+        surrogate = sum(x * (r - mean) for x, r in zip(summed, rewards[p].tolist(), strict=True)) / 2
+        length = max(ends[row] - starts[row] for row in rows)
+        exact = (
+            torch.tensor([tv]).double(),
+            torch.tensor([length]),
+            *(torch.tensor([x]) for x in (tv_max, kl_max, whole)),
+        )
+        expected = {"surrogate_trm": surrogate, "kl_token_max": kl_max, "tv_token_max": tv_max}
+        expected["penalty_trm"] = float(F.trust_region_penalty(*exact))
+        for name, value in expected.items():
+            assert float(found[name][p]) == pytest.approx(value, rel=1e-5), name
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 10**6))
 def test_terms_equal_loops(size, prompts, seed):

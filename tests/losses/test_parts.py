@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,22 @@ from lgrpo.advantages import (
     BatchStd,
     BernoulliStd,
     ComposedAdvantage,
+    DecoupledWhitened,
     DropNegatives,
     ExponentiallyWeighted,
     GroupMeanScale,
     GroupStd,
+    LeastVariance,
     LeaveOneOut,
+    LengthWeighted,
     LogMeanExp,
+    MajorityStd,
     NoBaseline,
     Scores,
+    SignedZeroVariance,
 )
 from lgrpo.commands.fit import LGRPOCLI
+from lgrpo.functional import kl_divergence
 from lgrpo.losses import (
     AsymmetricImportance,
     BehaviourForwardKL,
@@ -34,12 +41,19 @@ from lgrpo.losses import (
     ClippedLoss,
     ComposedLoss,
     ConstantSum,
+    CovarianceClip,
+    CovariancePenalty,
+    DivergenceMask,
     DualClip,
+    EntropyBand,
     EntropyBonus,
+    GammaWeight,
     GeometricClip,
     Importance,
+    InterpolatedRatio,
     LagDecay,
     MaskedImportance,
+    MasteredHinge,
     MaxTokenLag,
     MinClip,
     NoGate,
@@ -48,13 +62,18 @@ from lgrpo.losses import (
     OneSide,
     PolicyLogprobs,
     ReferenceKL,
+    Rejection,
     Ring,
     SecondMoment,
     SequenceMean,
     SequenceRatio,
+    SequenceSum,
+    SoftGate,
+    SuffixVeto,
     TokenMean,
     TokenRatio,
     TruncatedImportance,
+    TrustRegionMask,
     TwoSide,
     WeightClamp,
 )
@@ -81,7 +100,8 @@ def scores(rewards, group_size=4, seed=0):
     g = torch.Generator().manual_seed(seed)
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     lengths = torch.randint(1, 9, rewards.shape, generator=g).double()
-    return Scores(rewards=rewards, lengths=lengths, draws=torch.rand(len(rewards), generator=g), group_size=group_size)
+    draws = torch.rand(len(rewards), generator=g)
+    return Scores(rewards=rewards, lengths=lengths, draws=draws, group_size=group_size, parts=None)
 
 
 @functools.cache
@@ -160,6 +180,8 @@ class TestEquivalences:
             "token live": TokenMean("live"),
             "sequence all": SequenceMean("all"),
             "sequence live": SequenceMean("live"),
+            "sum all": SequenceSum("all"),
+            "sum live": SequenceSum("live"),
             "constant": ConstantSum(),
             "given constant": ConstantSum(7),
         }
@@ -170,6 +192,8 @@ class TestEquivalences:
             "token live": 1.0,
             "sequence all": per_sequence["all"],
             "sequence live": per_sequence["live"],
+            "sum all": sum(live) / 8,
+            "sum live": sum(live) / batch.totals.live_sequences,
             "constant": sum(live) / (8 * 10),
             "given constant": sum(live) / 7,
         }
@@ -203,6 +227,8 @@ ADVANTAGES = {
     "maxrl": ComposedAdvantage(scale=GroupMeanScale()),
     "drop": DropNegatives(),
     "weight": ExponentiallyWeighted(),
+    "length": LengthWeighted(),
+    "majority": ComposedAdvantage(scale=MajorityStd()),
     "adaptive": ExponentiallyWeighted(temperature="adaptive"),
 }
 
@@ -225,17 +251,20 @@ class TestAdvantages:
         own = scores(rewards, group_size=6, seed=seed)
         advantages = DropNegatives()(own)
         r = own.rewards
-        negative, positive = r < r.mean() - 1e-6, r > r.mean() + 1e-6
+        negative = r < r.mean() - 1e-6
+        positive = ~negative  # as the authors count: also completions at the mean
         kept_negative = negative & (advantages != 0)
-        surplus = int(negative.sum()) - int(positive.sum())
-        if surplus > 0:
-            assert int(kept_negative.sum()) <= int(positive.sum())
-            kept = r[positive | ~negative | kept_negative]
-            expected = torch.where(positive | ~negative | kept_negative, r - kept.mean(), 0.0)
+        if int(negative.sum()) > int(positive.sum()):
+            assert int(kept_negative.sum()) == int(positive.sum())
+            expected = torch.where(positive | kept_negative, r - r[positive | kept_negative].mean(), 0.0)
         else:
             expected = r - r.mean()
         assert torch.allclose(advantages, expected, atol=1e-6)
         assert abs(float(advantages.sum())) < 1e-5  # centred by the mean over the kept ones
+
+    def test_red_drop_counts_completions_at_the_mean_as_positive(self):
+        own = scores([1.0, 0.5, 0.25, 0.25], group_size=4)
+        assert DropNegatives()(own).tolist() == [0.5, 0.0, -0.25, -0.25]
 
     def test_red_drop_is_random_and_reproducible(self):
         rewards = [1.0, 0.0, 0.0, 0.0, 0.0]
@@ -255,6 +284,14 @@ class TestAdvantages:
 
     def test_maxrl_is_0_for_a_group_without_success(self):
         assert not ComposedAdvantage(scale=GroupMeanScale())(scores([0.0] * 4 + [1.0, 0, 0, 0]))[:4].any()
+
+
+def inside(value, low, high):
+    return low <= value <= high
+
+
+def one_side(t, ratio="r", low=0.8, high=1.2):
+    return float(t[ratio] <= high if t["a"] > 0 else t[ratio] >= low)
 
 
 # (loss, weight of A ∇log π at a token, from the token's ratio r, its completion's geometric mean s and product p,
@@ -306,8 +343,71 @@ FORMULAS = {
         ComposedLoss(gate=OffPolicySequenceMask(NoGate(), 0.05)),
         lambda t: 0.0 if t["a"] < 0 and -math.log(t["s"]) > 0.05 else 1.0,
     ),
+    "divergence tv": (
+        ComposedLoss(gate=DivergenceMask(0.05, 0.1)),
+        lambda t: float(t["pi"] - t["al"] <= 0.1 if t["a"] > 0 else t["al"] - t["pi"] <= 0.05),
+    ),
+    "divergence kl": (
+        ComposedLoss(gate=DivergenceMask(0.02, 0.01, "kl")),
+        lambda t: float(t["kl"] <= 0.01 or t["pi"] <= t["al"] if t["a"] > 0 else t["kl"] <= 0.02 or t["pi"] >= t["al"]),
+    ),
+    "suffix veto": (
+        ComposedLoss(gate=SuffixVeto(MinClip(0.9, 0.3), 0.7)),
+        lambda t: (
+            t["r"]
+            * one_side(t, low=0.1, high=1.3)
+            * (t["a"] > 0 or all(math.exp(x) >= 0.7 for x in t["logs"][: t["t"]]))
+        ),
+    ),
+    "entropy band": (
+        ComposedLoss(gate=EntropyBand(0.1, 0.5), weight=Importance()),
+        lambda t: t["r"] * (abs(math.log(t["r"])) <= 0.1 + 0.5 * t["h"]),
+    ),
+    "interpolated ratio": (
+        ComposedLoss(InterpolatedRatio(), MinClip(0.1, 0.2), TruncatedImportance(1.3)),
+        lambda t: (
+            min(t["r"] ** (2 / 3), 1.3)
+            * t["r"] ** (1 / 3)
+            * one_side({"a": t["a"], "r": t["r"] ** (1 / 3)}, low=0.9, high=1.2)
+        ),
+    ),
+    "trust region mask, k2": (
+        ComposedLoss(gate=TrustRegionMask(OneSide(0.2, 0.3), 0.3)),
+        lambda t: float(max(x * x / 2 for x in t["logs"]) <= 0.3 and one_side(t, high=1.3)),
+    ),
+    "trust region mask, k3": (
+        ComposedLoss(gate=TrustRegionMask(MinClip(0.2, 0.3), 0.5, "k3")),
+        lambda t: float(max(math.exp(x) - 1 - x for x in t["logs"]) <= 0.5) * t["r"] * one_side(t, high=1.3),
+    ),
+    "trust region mask, kl": (
+        ComposedLoss(gate=TrustRegionMask(threshold=0.2, statistic="kl")),
+        lambda t: float(max(t["kls"]) <= 0.2),
+    ),
+    "rejection by the ratio": (
+        ComposedLoss(weight=Rejection(statistic="ratio", level="geometric", high=1.1)),
+        lambda t: float(inside(math.exp(sum(t["bs"]) / len(t["bs"])), 1 / 1.1, 1.1)),
+    ),
+    "rejection by k3": (
+        ComposedLoss(gate=MinClip(0.2, 0.3), weight=Rejection(statistic="k3", level="geometric", high=0.1)),
+        lambda t: t["r"] * one_side(t, high=1.3) * (sum(math.exp(x) - 1 - x for x in t["bs"]) / len(t["bs"]) <= 0.1),
+    ),
+    "soft gate": (
+        ComposedLoss(gate=SoftGate(1.0, 3.0)),
+        lambda t: t["r"] / math.cosh((1.0 if t["a"] > 0 else 3.0) * (t["r"] - 1) / 2) ** 2,
+    ),
+    "gamma": (
+        ComposedLoss(SequenceRatio(mean="product"), weight=GammaWeight(1.0, 0.5, 0.3, 2.0)),
+        lambda t: t["p"] * math.exp(0.5 * (1 - t["p"])) if t["a"] >= 0 else t["p"] ** 0.3 * math.exp(2 * (1 - t["p"])),
+    ),
     "scaled": (ComposedLoss(scale=0.5), lambda t: 0.5),
 }
+
+
+def token_facts(policy, behaviour):
+    """Return π and α of a token, and the KL of "this token or another one", by their definitions."""
+    pi, al = math.exp(policy), math.exp(behaviour)
+    rest, rest_al = max(1 - pi, 1e-8), max(1 - al, 1e-8)
+    return {"pi": pi, "al": al, "kl": al * math.log(al / pi) + rest_al * math.log(rest_al / rest)}
 
 
 def test_parts_that_read_the_lag_of_a_token():
@@ -327,11 +427,45 @@ def test_parts_that_read_the_lag_of_a_token():
         assert not torch.allclose(gradient, plain, atol=1e-3)
 
 
+def test_the_interpolated_proximal_policy_depends_on_the_lag_of_a_token():
+    """A-3PO with tokens of lags 0 to 4, and recorded ones, which have none."""
+    batch, policy, _, _ = numbers(seed=3)
+    steps = (torch.arange(len(batch))[:, None] + torch.arange(batch.tokens.shape[1])) % 5
+    steps[0] = RECORDED
+    batch.behaviour_step = steps
+    lag = torch.where(steps == RECORDED, 1, (4 - steps).clamp(min=1))
+    ratio = (policy - batch.behaviour_logprobs).exp()
+    inner = ratio ** (1 / lag)
+    kept = torch.where(batch.advantages > 0, inner <= 1.2, inner >= 0.8)
+    expected = -batch.advantages * ratio * kept / batch.completion_mask.sum()
+    loss = ComposedLoss(InterpolatedRatio(), MinClip(), TruncatedImportance(math.inf))
+    for own in (loss, ComposedLoss(InterpolatedRatio(), MinClip())):
+        assert (own.needs_proximal, own.needs_behaviour) == (False, True)
+    _, gradient = loss_and_gradient(loss, batch, policy, step=4)
+    assert torch.allclose(gradient, expected * batch.completion_mask, atol=1e-6)
+    _, around_alpha = loss_and_gradient(ComposedLoss(gate=MinClip()), batch, policy, step=4)
+    assert not torch.allclose(gradient, around_alpha, atol=1e-3)
+
+
+def test_the_suffix_veto_stops_what_follows_a_very_unlikely_token():
+    batch, policy, _, _ = numbers(seed=3)
+    policy = batch.behaviour_logprobs + 0.1
+    policy[:, 2] -= 12  # a ratio of 7e-6
+    batch.advantages = torch.where(batch.completion_mask, torch.tensor([[1.0], [-1.0]]).repeat(4, 1), 0.0)
+    _, plain = loss_and_gradient(ComposedLoss(gate=MinClip(1.0, 4.0)), batch, policy)
+    _, gradient = loss_and_gradient(ComposedLoss(gate=SuffixVeto()), batch, policy)
+    assert torch.equal(gradient[::2], plain[::2])  # positive advantages
+    assert torch.equal(gradient[1::2, :3], plain[1::2, :3])
+    assert not gradient[1::2, 3:].any()
+    assert plain[1::2, 3:].any()
+
+
 @pytest.mark.parametrize("name", FORMULAS)
 def test_gradients_equal_the_formula(name):
     loss, weight = FORMULAS[name]
     batch, policy, proximal, _ = numbers(seed=3)
-    _, gradient = loss_and_gradient(loss, batch, policy, proximal=proximal)
+    entropy = torch.rand(policy.shape, generator=torch.Generator().manual_seed(6)) * 2
+    _, gradient = loss_and_gradient(loss, batch, policy, proximal=proximal, step=3, entropy=entropy)
     total, seen = float(batch.completion_mask.sum()), set()
     for i in range(len(batch)):
         length = int(batch.completion_mask[i].sum())
@@ -347,6 +481,14 @@ def test_gradients_equal_the_formula(name):
                 "a": float(batch.advantages[i, 0]),
                 "b": math.exp(float(proximal[i, t] - batch.behaviour_logprobs[i, t])),
                 "u": math.exp(float(policy[i, t] - proximal[i, t])),
+                "logs": logs,
+                "t": t,
+                "h": float(entropy[i, t]),
+                "bs": (proximal[i] - batch.behaviour_logprobs[i])[:length].tolist(),
+                "kls": [
+                    token_facts(float(policy[i, n]), float(batch.behaviour_logprobs[i, n]))["kl"] for n in range(length)
+                ],
+                **token_facts(float(policy[i, t]), float(batch.behaviour_logprobs[i, t])),
             }
             expected = -facts["a"] * weight(facts) / total
             seen.add(weight(facts))
@@ -361,6 +503,7 @@ DIFFERENTIABLE = {
     "dual clip": ComposedLoss(gate=DualClip(cap=1.5)),
     "geometric clip": ComposedLoss(gate=GeometricClip(), aggregation=SequenceMean()),
     "additive band": ComposedLoss(gate=MinClip(centre="proximal")),
+    "soft gate": ComposedLoss(gate=SoftGate(), aggregation=SequenceMean()),
     "k1": ComposedLoss(regularisers=[ReferenceKL(0.3, "k1")]),
     "k2": ComposedLoss(regularisers=[ReferenceKL(0.3, "k2")]),
     "k3": ComposedLoss(regularisers=[ReferenceKL(0.3, "k3")]),
@@ -433,14 +576,6 @@ def test_entropy_bonus_has_a_gradient():
 
 # Every named method: the factor of A ∇log π at a token, the gradient of its regularisers, its aggregation, and the
 # advantages of rewards 1, 0, 0, 0 | 1, 1, 1, 0. Names as above, and d = log π/π_ref, l = log π/π_α.
-def inside(value, low, high):
-    return low <= value <= high
-
-
-def one_side(t, ratio="r", low=0.8, high=1.2):
-    return float(t[ratio] <= high if t["a"] > 0 else t[ratio] >= low)
-
-
 def k3(t, coef):
     return coef * (1 - math.exp(-t["d"]))
 
@@ -457,6 +592,8 @@ BATCH = [a / torch.tensor(CENTRED).std().item() for a in CENTRED]
 WEIGHTED = [a * math.exp(a) for a in CENTRED]
 SOFT = [math.log((math.e + 3) / 4), math.log((3 * math.e + 1) / 4)]
 OPMD = [1 - SOFT[0], *[-SOFT[0]] * 3, *[1 - SOFT[1]] * 3, -SOFT[1]]
+GDPO = [a / 0.5001 / (torch.tensor(CENTRED).std().item() / 0.5001 + 1e-4) for a in CENTRED]
+MCPO = [a / (1 if i < 4 else 2 * 0.1875**0.5) for i, a in enumerate(WHITENED)]
 CLIP = lambda t: t["r"] * one_side(t)  # noqa: E731
 NAMED = {
     "grpo": (CLIP, lambda t: k3(t, 0.04), "sequence", WHITENED),
@@ -480,7 +617,8 @@ NAMED = {
     "red_drop": (lambda t: 1.0, None, "token", None),
     "red_weight": (lambda t: 1.0, None, "token", WEIGHTED),
     "red_weight_adaptive": (lambda t: 1.0, None, "token", None),
-    "opmd": (lambda t: 0.5, None, "token", OPMD),
+    "opmd": (lambda t: 0.5, None, "token", CENTRED),
+    "opmd_log_mean_exp": (lambda t: 0.5, None, "token", OPMD),
     "opmd_kimi": (lambda t: 1.0, lambda t: 0.2 * t["l"], "token", CENTRED),
     "asymre": (lambda t: 1.0, lambda t: -0.1, "token", CENTRED),
     "dr_grpo": (CLIP, None, "constant", CENTRED),
@@ -511,7 +649,88 @@ NAMED = {
         WHITENED,
     ),
     "m2po": (lambda t: t["r"] * t["m"], None, "token", WHITENED),
+    "a3po": (
+        lambda t: t["r"] * one_side({"a": t["a"], "r": t["r"] ** (1 / 3)}),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "clip_cov": (CLIP, None, "token", WHITENED),
+    "kl_cov": (lambda t: t["r"], lambda t: 0.1 * math.copysign(1.0, t["l"]) * t["top"], "token", WHITENED),
+    "estr": (lambda t: t["r"] * (abs(t["l"]) <= 0.05 + 0.3 * t["h"]), None, "token", WHITENED),
+    "mu_grpo": (lambda t: t["r"] * (t["a"] < 0 or t["r"] <= 5.0), None, "token", WHITENED),
+    "trm": (lambda t: t["r"] * (max(x * x / 2 for x in t["logs"]) <= 2.5), None, "token", WHITENED),
+    "icepop": (
+        lambda t: t["b"] * inside(t["b"], 0.5, 5.0) * t["u"] * one_side(t, "u"),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "tis_grpo_sequence": (
+        lambda t: min(math.exp(sum(t["bs"])), 2.0) * t["u"] * one_side(t, "u"),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "tis_grpo_geometric": (
+        lambda t: min(math.exp(sum(t["bs"]) / len(t["bs"])), 2.0) * t["u"] * one_side(t, "u"),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "geo_rs_grpo": (
+        lambda t: inside(math.exp(sum(t["bs"]) / len(t["bs"])), 0.999, 1.001) * t["u"] * one_side(t, "u"),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "k3_rs_grpo": (
+        lambda t: (sum(math.exp(x) - 1 - x for x in t["bs"]) / len(t["bs"]) <= 0.01) * t["u"] * one_side(t, "u"),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "luspo": (lambda t: t["s"] * one_side(t, "s", 0.998, 1.0025), None, "sum", WHITENED),
+    "gdpo": (CLIP, None, "token", GDPO),
+    "rl_zvp": (CLIP, None, "token", WHITENED),
+    "mcpo": (lambda t: t["r"] * one_side(t, "r", 0.8, 1.28), None, "sequence", MCPO),
+    "opo": (lambda t: 1.0, None, "token", None),
+    "vcpo": (lambda t: min(t["p"], 8.0), None, "sequence", None),
+    "sapo": (
+        lambda t: t["r"] / math.cosh((1.0 if t["a"] > 0 else 1.05) * (t["r"] - 1) / 2) ** 2,
+        None,
+        "sequence",
+        WHITENED,
+    ),
+    "vespo": (
+        lambda t: t["p"] ** 2 * math.exp(3 * (1 - t["p"])) if t["a"] >= 0 else t["p"] ** 3 * math.exp(2 * (1 - t["p"])),
+        None,
+        "token",
+        WHITENED,
+    ),
+    "dppo_tv": (
+        lambda t: t["r"] * (t["pi"] - t["al"] <= 0.15 if t["a"] > 0 else t["al"] - t["pi"] <= 0.15),
+        None,
+        "constant",
+        CENTRED,
+    ),
+    "dppo_kl": (
+        lambda t: t["r"] * (t["kl"] <= 0.05 or (t["pi"] <= t["al"] if t["a"] > 0 else t["pi"] >= t["al"])),
+        None,
+        "constant",
+        CENTRED,
+    ),
 }
+
+
+def token_covariances(batch, policy):
+    """Return the covariance of advantage and log π of each token, by its row and index."""
+    mask = batch.loss_mask
+    mean_advantage, mean_logprob = float(batch.advantages[mask].mean()), float(policy[mask].mean())
+    return {
+        (i, t): (float(batch.advantages[i, t]) - mean_advantage) * (float(policy[i, t]) - mean_logprob)
+        for i, t in mask.nonzero().tolist()
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -520,7 +739,8 @@ def test_every_named_method_equals_its_formula(method):
     weight, regulariser, mean, advantages = NAMED[method]
     cli = build(method)
     batch, policy, proximal, reference = numbers(seed=4)
-    _, gradient = loss_and_gradient(cli.model.loss, batch, policy, proximal, reference)
+    entropy = torch.rand(policy.shape, generator=torch.Generator().manual_seed(6)) * 2
+    _, gradient = loss_and_gradient(cli.model.loss, batch, policy, proximal, reference, step=3, entropy=entropy)
     size, logs = len(batch), policy - batch.behaviour_logprobs
     harmful = sorted(
         float(logs[i, t]) ** 2
@@ -528,14 +748,22 @@ def test_every_named_method_equals_its_formula(method):
         if float(logs[i, t] * batch.advantages[i, t]) > 0
     )
     limit = max((h for n, h in enumerate(harmful, 1) if sum(harmful[:n]) / n <= 0.04), default=0.0)
+    covariances = token_covariances(batch, policy)
+    assert max(covariances.values()) < 1  # below the band of Clip-Cov, which a test below reaches
     for i in range(size):
         length = int(batch.completion_mask[i].sum())
         own, a = logs[i, :length].tolist(), float(batch.advantages[i, 0])
-        share = {"token": float(batch.completion_mask.sum()), "sequence": length * size, "constant": size * 10}[mean]
+        share = {
+            "token": float(batch.completion_mask.sum()),
+            "sequence": length * size,
+            "constant": size * 10,
+            "sum": size,
+        }[mean]
         for t in range(length):
             facts = {
                 "r": math.exp(own[t]),
                 "s": math.exp(sum(own) / length),
+                "p": math.exp(sum(own)),
                 "g": math.exp(sum(min(x, 0.4) if a > 0 else max(x, -0.4) for x in own) / length),
                 "a": a,
                 "b": math.exp(float(proximal[i, t] - batch.behaviour_logprobs[i, t])),
@@ -543,14 +771,27 @@ def test_every_named_method_equals_its_formula(method):
                 "d": float(policy[i, t] - reference[i, t]),
                 "l": own[t],
                 "m": not (own[t] * a > 0 and own[t] ** 2 > limit + 1e-9),
+                "logs": own,
+                "h": float(entropy[i, t]),
+                "top": covariances[i, t] == max(covariances.values()),
+                "bs": (proximal[i] - batch.behaviour_logprobs[i])[:length].tolist(),
+                **token_facts(float(policy[i, t]), float(batch.behaviour_logprobs[i, t])),
             }
             expected = (-a * weight(facts) + (regulariser(facts) if regulariser else 0.0)) / share
             assert abs(float(gradient[i, t]) - expected) < 1e-5, facts
     if advantages is not None:
-        found = cli.datamodule.advantage(scores([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]))
+        own = scores([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+        own.parts = torch.stack([own.rewards, torch.ones(8)], 1)[:, :, None]
+        found = cli.datamodule.advantage(own)
         assert torch.allclose(found, torch.tensor(advantages), atol=1e-4)
     else:
-        kind = {"red_drop": DropNegatives, "red_weight_adaptive": ExponentiallyWeighted}[method]
+        kinds = {
+            "red_drop": DropNegatives,
+            "red_weight_adaptive": ExponentiallyWeighted,
+            "opo": LengthWeighted,
+            "vcpo": LeastVariance,
+        }
+        kind = kinds[method]
         assert type(cli.datamodule.advantage) is kind
 
 
@@ -567,6 +808,23 @@ class TestExtremes:
         assert gradient.isfinite().all()
         assert not gradient[4:6].any()
 
+    @pytest.mark.parametrize("method", METHODS)
+    def test_an_extreme_proximal_policy_gives_finite_gradients(self, method):
+        """π_k/π_α of e^±100, with the policy at π_k and at π_α."""
+        batch, policy, _, reference = numbers(rows=8)
+        far = torch.where(torch.arange(8)[:, None] % 2 == 0, batch.behaviour_logprobs + 100, policy - 100)
+        for own in (far, policy):
+            value, gradient = loss_and_gradient(build(method).model.loss, batch, own, far, reference)
+            assert math.isfinite(value)
+            assert gradient.isfinite().all()
+
+    def test_k3_never_pulls_away_from_the_reference(self):
+        d = torch.linspace(-60, 60, 2401, dtype=torch.float64, requires_grad=True)
+        kl_divergence(d, torch.zeros_like(d), "k3").sum().backward()
+        assert (d.grad[d < 0] <= 0).all()
+        assert (d.grad[d > 0] >= 0).all()
+        assert (d.grad[(d < 0) & (d > -20)] < 0).all()
+
     def test_product_over_a_long_completion_is_finite(self):
         batch, policy, _, _ = numbers(rows=4, width=2000)
         batch.loss_mask[1] = False
@@ -579,7 +837,7 @@ class TestExtremes:
     @pytest.mark.parametrize("name", ADVANTAGES)
     @pytest.mark.parametrize("reward", [0.9, 10.1, 1000.1])
     def test_equal_rewards_have_no_advantage(self, name, reward):
-        if name in ("bernoulli", "reward") and (reward > 1 or name == "reward"):
+        if name in ("bernoulli", "majority", "reward") and (reward > 1 or name == "reward"):
             pytest.skip("takes rewards from 0 to 1, or has no baseline")
         own = scores(torch.full((14,), reward), group_size=7)
         own.rewards = own.rewards.double()  # as in the data module
@@ -592,21 +850,62 @@ class TestExtremes:
         assert gradient[batch.loss_mask].all()
 
 
+def test_kl_cov_does_not_penalise_rounding():
+    """On-policy the sign of log ρ is that of a rounding error."""
+    batch, policy, _, _ = numbers()
+    policy = batch.behaviour_logprobs + 1e-6 * torch.randn(policy.shape, generator=torch.Generator().manual_seed(1))
+    _, plain = loss_and_gradient(ComposedLoss(gate=MinClip(1.0, math.inf)), batch, policy)
+    _, gradient = loss_and_gradient(ComposedLoss(gate=CovariancePenalty(fraction=0.5)), batch, policy)
+    assert torch.equal(gradient, plain)
+
+
+def test_clip_cov_draws_tokens_of_its_band():
+    """A share of all tokens is stopped; the draw depends on the optimizer step, not on micro-batches."""
+    batch, policy, _, _ = numbers(rows=32)
+    gate = CovarianceClip(OneSide(0.5, 0.5), fraction=0.1, low=0.2, high=1.0)
+    plain = loss_and_gradient(ComposedLoss(gate=OneSide(0.5, 0.5)), batch, policy)[1]
+    covariances, count = token_covariances(batch, policy), int(0.1 * int(batch.loss_mask.sum()))
+    stopped = []
+    for step in range(3):
+        gradient = loss_and_gradient(ComposedLoss(gate=gate), batch, policy, step=step)[1]
+        drawn = {(i, t) for i, t in ((plain != 0) & (gradient == 0)).nonzero().tolist()}
+        assert len(drawn) == count
+        assert all(0.2 < covariances[token] < 1.0 for token in drawn)
+        assert torch.equal(gradient[gradient != 0], plain[gradient != 0])
+        stopped.append(drawn)
+    assert stopped[0] != stopped[1] != stopped[2]
+    for loss in (ComposedLoss(gate=gate), ComposedLoss(gate=CovariancePenalty(fraction=0.1))):
+        whole = loss_and_gradient(loss, batch, policy)[1]
+        pieces = torch.zeros_like(whole)
+
+        def of(piece):
+            return policy[piece.rows, : piece.tokens.shape[1]]
+
+        parts = [(piece, PolicyLogprobs(policy=of(piece), entropy=of(piece))) for piece in batch.split(3)]
+        loss.survey(parts, lambda values: values)
+        for piece in batch.split(3):
+            pieces[piece.rows, : piece.tokens.shape[1]] += loss_and_gradient(loss, piece, of(piece))[1]
+        assert torch.allclose(whole, pieces, atol=1e-6)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_of_micro_batches_add_up(method):
     batch, policy, proximal, reference = numbers(rows=32)
     loss = build(method).model.loss
     whole, gradient = loss_and_gradient(loss, batch, policy, proximal, reference)
     total, pieces = 0.0, torch.zeros_like(gradient)
+
+    def of(piece):
+        return [values[piece.rows, : piece.tokens.shape[1]] for values in (policy, proximal, reference)]
+
+    if loss.surveys_step:
+        parts = [(piece, PolicyLogprobs(policy=of(piece)[0], entropy=of(piece)[0])) for piece in batch.split(3)]
+        loss.survey(parts, lambda values: values)
     for piece in batch.split(3):
         width = piece.tokens.shape[1]
-        chosen = [values[piece.rows, :width] for values in (policy, proximal, reference)]
-        value, own = loss_and_gradient(loss, piece, *chosen)
+        value, own = loss_and_gradient(loss, piece, *of(piece))
         total += value
         pieces[piece.rows, :width] += own
-    if method == "m2po":  # SecondMoment chooses among the tokens of a micro-batch
-        assert not torch.allclose(gradient, pieces, atol=1e-6)
-        return
     assert abs(total - whole) < 1e-5
     assert torch.allclose(gradient, pieces, atol=1e-6)
 
@@ -651,6 +950,44 @@ def test_losses_of_micro_batches_add_up(method):
         (lambda: GeometricClip(low=-1), "low is -1"),
         (lambda: SecondMoment(0), "limit is 0"),
         (lambda: OffPolicySequenceMask(threshold=0), "threshold is 0"),
+        (lambda: SoftGate(positive=0), "^positive is 0; it must be above 0"),
+        (lambda: SoftGate(negative=-1), "^negative is -1; it must be above 0"),
+        (lambda: ComposedLoss(gate=SoftGate(), weight=Importance()), "so it would be squared"),
+        (lambda: ComposedLoss(TokenRatio("none"), SoftGate()), "always 1"),
+        (lambda: CovarianceClip(fraction=0), "^fraction is 0; it must be above 0 and at most 1"),
+        (lambda: CovarianceClip(low=2, high=1), "^high is 1; it must be above 2: the lower edge of the band"),
+        (lambda: CovarianceClip(EntropyBand()), "entropies are not known when tokens are drawn"),
+        (lambda: CovarianceClip(MaxTokenLag(EntropyBand(), 8)), "entropies are not known when tokens are drawn"),
+        (lambda: CovariancePenalty(fraction=1.5), "^fraction is 1.5; it must be above 0 and at most 1"),
+        (lambda: CovariancePenalty(coef=0), "^coef is 0; it must be above 0"),
+        (lambda: ComposedLoss(gate=CovarianceClip(), weight=Importance()), "so it would be squared"),
+        (lambda: SuffixVeto(threshold=0), "^threshold is 0; it must be above 0 and below 1"),
+        (lambda: SuffixVeto(threshold=1.0), "^threshold is 1.0; it must be above 0 and below 1"),
+        (lambda: ComposedLoss(gate=SuffixVeto(), weight=Importance()), "so it would be squared"),
+        (lambda: EntropyBand(base=0), "^base is 0; it must be above 0"),
+        (lambda: EntropyBand(slope=-1), "^slope is -1; it must be at least 0"),
+        (lambda: ComposedLoss(TokenRatio("none"), EntropyBand()), "always 1"),
+        (lambda: ComposedLoss(InterpolatedRatio(), MinClip(centre="proximal")), "use centre 'one'"),
+        (lambda: TrustRegionMask(threshold=0), "^threshold is 0; it must be above 0"),
+        (lambda: TrustRegionMask(statistic="k1"), "statistic is 'k1'; it must be one of kl, k2, k3"),
+        (lambda: ComposedLoss(TokenRatio("none"), TrustRegionMask(OneSide())), "always 1"),
+        (lambda: Rejection(statistic="k1"), "statistic is 'k1'; it must be one of ratio, k2, k3"),
+        (lambda: Rejection(level="word"), "level is 'word'"),
+        (lambda: Rejection(level="max"), "level is 'max', which is for k2 and k3"),
+        (lambda: Rejection(high=1.0), "^high is 1.0; it must be above 1: a ratio of 1 must be kept"),
+        (lambda: Rejection(low=1.2), "^low is 1.2; it must be at least 0 and below 1"),
+        (lambda: Rejection(statistic="k3", high=0), "^high is 0; it must be above 0"),
+        (lambda: Rejection(statistic="k3", low=0.5), "^low is 0.5, but k3 has an upper limit only: remove low"),
+        (lambda: ComposedLoss(gate=MinClip(), weight=Rejection(Importance())), "so it would be squared"),
+        (lambda: ComposedLoss(gate=MinClip(), weight=Rejection(TruncatedImportance())), "already contains that factor"),
+        (lambda: SequenceSum("liv"), "one of all, live"),
+        (lambda: GammaWeight(positive_shape=0), "^positive_shape is 0; it must be above 0"),
+        (lambda: GammaWeight(negative_rate=-2.0), "^negative_rate is -2.0; it must be above 0"),
+        (lambda: ComposedLoss(gate=MinClip(), weight=GammaWeight()), "so it would be squared"),
+        (lambda: DivergenceMask(low=0), "^low is 0; it must be above 0 and at most 1: no total variation is above 1$"),
+        (lambda: DivergenceMask(high=1.5), "^high is 1.5; it must be above 0 and at most 1"),
+        (lambda: DivergenceMask(high=-0.1, divergence="kl"), "^high is -0.1; it must be above 0$"),
+        (lambda: DivergenceMask(divergence="js"), "divergence is 'js'; it must be one of tv, kl"),
         (lambda: MaxTokenLag(limit=-1), "limit is -1"),
         (lambda: ComposedLoss(TokenRatio("none"), MaxTokenLag(MinClip(centre="proximal"))), "use centre 'one'"),
         (lambda: LagDecay(half_life=0), "half_life is 0"),
@@ -658,6 +995,14 @@ def test_losses_of_micro_batches_add_up(method):
         (lambda: TruncatedImportance(0), "cap is 0"),
         (lambda: MaskedImportance(2.0, 0.5), "low is 2.0; it must be at least 0 and below 0.5"),
         (lambda: ReferenceKL(0), "remove the part instead"),
+        (lambda: MasteredHinge(0), "remove the part instead"),
+        (lambda: MasteredHinge(width=-1), "width is -1"),
+        (lambda: SignedZeroVariance(scale=0), "scale is 0"),
+        (lambda: MajorityStd(0), "eps is 0"),
+        (lambda: DecoupledWhitened(0), "eps is 0"),
+        (lambda: LeastVariance()(scores([1.0, 0, 0, 0])), "there are no ratios"),
+        (lambda: DecoupledWhitened()(scores([1.0, 0, 0, 0])), "there is only the sum"),
+        (lambda: ComposedAdvantage(scale=MajorityStd())(scores([2.0, 0, 0, 0])), "MajorityStd requires rewards from 0"),
         (lambda: EntropyBonus(-1), "coef is -1"),
         (lambda: LogMeanExp(0), "temperature is 0"),
         (lambda: ExponentiallyWeighted(temperature=0), "is 0; it must be above 0"),
@@ -672,6 +1017,16 @@ def test_contradictory_settings_are_rejected(make, message):
         make()
 
 
+def test_k1_as_a_loss_is_warned_about():
+    with pytest.warns(UserWarning, match="the expectation of its gradient, of ∇log π_θ, is 0. Use k2 or k3"):
+        ReferenceKL(0.1, "k1")
+    with pytest.warns(UserWarning, match="k1 as a loss"):
+        ClippedLoss(kl_coef=0.1, kl="k1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ReferenceKL(0.1, "k3")
+
+
 def test_missing_policies_raise_an_error():
     batch, policy, _, _ = numbers()
     alone = PolicyLogprobs(policy=policy, entropy=policy)
@@ -680,6 +1035,7 @@ def test_missing_policies_raise_an_error():
         (ComposedLoss(gate=MinClip(centre="proximal")), "needs proximal_logprobs"),
         (ComposedLoss(TokenRatio("proximal"), MinClip()), "needs proximal_logprobs"),
         (ComposedLoss(TokenRatio("none"), weight=TruncatedImportance()), "needs proximal log-probabilities"),
+        (ComposedLoss(weight=Rejection()), "needs proximal log-probabilities"),
     ):
         with pytest.raises(ValueError, match=message):
             loss(batch, alone)

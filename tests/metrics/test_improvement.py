@@ -62,6 +62,29 @@ def test_rewards_outside_0_and_1_have_no_bound():
     assert not any(name.startswith("bound") or "bernoulli" in name for name in names)
 
 
+def test_the_bound_of_trm_and_which_bounds_are_informative():
+    metric, data = ImprovementMetrics(), groups()
+    terms = {name: torch.linspace(0.0, 0.5, 6) for name in ("surrogate_trm", "penalty_trm")}
+    terms |= {"kl_token_max": torch.ones(6), "tv_token_max": torch.ones(6)}
+    terms["penalty_trm"] = torch.tensor([0.7, 0.7, 9.0, 0.7, 9.0, 0.7])
+    for rows in (slice(0, 2), slice(2, 2), slice(2, 6)):
+        own = {name: value[rows] for name, value in terms.items()}
+        metric.update(**{name: value[rows] for name, value in data.items()}, trust_region=own)
+    metrics = metric.compute()
+    varied = torch.tensor([len(set(row.tolist())) > 1 for row in data["rewards"]])
+    tv_proximal = (data["proximal_log_ratio"].exp() - 1).abs().mean(1) / 2
+    bounds = (terms["surrogate_trm"] - terms["penalty_trm"] - tv_proximal)[varied]
+    assert float(metrics["bound_trm"]) == pytest.approx(float(bounds.mean()))
+    assert float(metrics["bound_trm_informative"]) == pytest.approx(float((bounds > -1).double().mean()))
+    assert 0 < float(metrics["bound_trm_informative"]) < 1
+    assert float(metrics["penalty_trm"]) == pytest.approx(float(terms["penalty_trm"].mean()))
+    assert {"bound_1_informative", "bound_2_informative", "bound_trm_positive", "bound_trm_stderr"} <= metrics.keys()
+    data["rewards"] *= 2
+    metric.reset()
+    metric.update(**data, trust_region=terms)
+    assert not any(name.startswith("bound") for name in metric.compute())
+
+
 def test_clip_fractions_are_split_by_the_sign_of_the_advantage():
     metric = OffPolicyMetrics(clip_low=0.2, clip_high=0.3)
     ratio = torch.tensor([[1.25, 1.35, 0.5, 9.0], [0.7, 0.85, 1.5, 9.0]])

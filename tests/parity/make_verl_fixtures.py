@@ -241,6 +241,19 @@ def loss_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
     yield loss_case(batch, "cispo_upper_only", "cispo", {**mean, "clip_ratio_low": 1.0, "clip_ratio_high": 0.28})
     yield loss_case(batch, "gpg", "gpg", mean)
 
+    divergence = {**mean, "clip_ratio_c": 1e4}  # the limit of the ratio, as in the script of DPPO's authors
+    for name, low, high in (("dppo_tv", 0.05, 0.1), ("dppo_kl", 0.01, 0.02)):
+        settings = {**divergence, "clip_ratio_low": low, "clip_ratio_high": high}
+        yield loss_case(batch, name, name, settings)
+        yield loss_case(batch, f"{name}_wide", name, settings, log_prob="log_prob_wide")
+    # all tokens inside the band of covariances are clipped, so that verl's random choice does not matter
+    clip_cov = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 1.0}
+    yield loss_case(batch, "clip_cov", "clip_cov", {**mean, **CLIP, "policy_loss": clip_cov})
+    yield loss_case(batch, "kl_cov", "kl_cov", {**mean, "policy_loss": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}})
+    for log_prob, suffix in (("log_prob", ""), ("log_prob_wide", "_wide")):
+        settings = {**rows, "tau_pos": 1.0, "tau_neg": 1.05}
+        yield loss_case(batch, f"sapo{suffix}", "sapo", settings, log_prob=log_prob)
+
 
 # --------------------------------------------------------------------------------------------- rollout correction
 
@@ -274,6 +287,56 @@ def corrected_loss_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
         yield case
     bypass = {**settings, "policy_loss": {"rollout_correction": {"rollout_is": None, "loss_type": "ppo_clip"}}}
     yield loss_case(batch, "bypass_ppo_clip", "bypass_mode", bypass, old_log_prob="rollout_log_prob")
+
+
+def rejection_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
+    """Yield the weights with rejection: those of the importance sampling, if any, times the mask of kept tokens."""
+    from verl.trainer.ppo import rollout_corr_helper
+
+    cases: dict[str, dict[str, Any]] = {
+        "token_k2": {"rollout_rs": "token_k2", "rollout_rs_threshold": 0.3},
+        "token_k3": {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.3},
+        "seq_sum_k1": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        "seq_sum_k3": {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": 0.8},
+        "seq_mean_k1": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.25"},
+        "seq_mean_k3": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.25},
+        "seq_max_k2": {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1.0},
+        "seq_max_k3": {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 1.0},
+        "seq_is_rs": {
+            "rollout_is": "sequence",
+            "rollout_is_threshold": 2.0,
+            "rollout_rs": "seq_sum_k1",
+            "rollout_rs_threshold": "0.25_4.0",
+        },
+        "geo_rs_token_tis": {
+            "rollout_is": "token",
+            "rollout_is_threshold": 2.0,
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": "0.8_1.25",
+        },
+    }
+    mask = batch["response_mask"]
+    for name, settings in cases.items():
+        weights, kept, _ = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+            old_log_prob=batch["old_log_prob"],
+            rollout_log_prob=batch["rollout_log_prob_wide"],
+            response_mask=mask,
+            **settings,
+        )
+        if not 0 < int(kept.sum()) < int(mask.sum()):
+            raise ValueError(f"{name} rejects all or none")
+        values = kept.float() if weights is None else weights.batch["rollout_is_weights"] * kept
+        yield Case(
+            f"rejection_{name}",
+            "verl.trainer.ppo.rollout_corr_helper.compute_rollout_correction_and_rejection_mask",
+            settings,
+            {
+                "old_log_prob": "old_log_prob",
+                "rollout_log_prob": "rollout_log_prob_wide",
+                "response_mask": "response_mask",
+            },
+            {"weights": values},
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ KL
@@ -333,7 +396,7 @@ def main() -> None:
     torch.set_num_threads(1)
     batch = draw_batch()
     before = {key: value.clone() for key, value in batch.items()}
-    makers = (advantage_cases, loss_cases, corrected_loss_cases, kl_cases)
+    makers = (advantage_cases, loss_cases, corrected_loss_cases, rejection_cases, kl_cases)
     cases = [case for maker in makers for case in maker(batch)]
     if any(not torch.equal(value, before[key]) for key, value in batch.items()):
         raise RuntimeError("a case changed the batch")

@@ -30,6 +30,7 @@ def rollout(behaviour: Tensor, mask: Tensor, advantages: Tensor, group_size: int
         temperature=1.0,
         max_tokens=mask.shape[1],
         rollout=0,
+        zero_variance=torch.zeros(len(mask), dtype=torch.bool),
         totals=StepTotals(all_tokens=tokens, live_tokens=tokens, all_sequences=sequences, live_sequences=sequences),
     )
 
@@ -41,6 +42,7 @@ def loss_and_gradient(
     proximal: Tensor | None = None,
     reference: Tensor | None = None,
     step: int = 0,
+    entropy: Tensor | None = None,
 ) -> tuple[float, Tensor]:
     """Return the loss and its gradient with respect to the policy's log-probabilities."""
     mask = batch.completion_mask
@@ -51,7 +53,7 @@ def loss_and_gradient(
 
     logprobs = PolicyLogprobs(
         policy=torch.where(mask, leaf, 0.0),
-        entropy=torch.zeros_like(leaf),
+        entropy=torch.zeros_like(leaf) if entropy is None else torch.where(mask, entropy, 0.0),
         proximal=outside_is_zero(proximal),
         reference=outside_is_zero(reference),
         step=step,

@@ -14,6 +14,7 @@ from lgrpo.losses import (
     ComposedLoss,
     ConstantSum,
     DualClip,
+    GammaWeight,
     MaskedImportance,
     MinClip,
     NoGate,
@@ -21,6 +22,8 @@ from lgrpo.losses import (
     ReferenceKL,
     SequenceMean,
     SequenceRatio,
+    SequenceSum,
+    SoftGate,
     TokenRatio,
     TruncatedImportance,
     WeightClamp,
@@ -127,6 +130,26 @@ CASES: dict[str, tuple[dict[str, Any], ComposedLoss]] = {
         {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
         ComposedLoss(gate=OffPolicySequenceMask(MinClip(), 0.05)),
     ),
+    "luspo": (
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.08, "epsilon_high": 0.1},
+        ComposedLoss(SequenceRatio(), MinClip(0.08, 0.1), aggregation=SequenceSum()),
+    ),
+    "sapo": ({"loss_type": "sapo"}, ComposedLoss(gate=SoftGate(), aggregation=SequenceMean())),
+    "sapo, other temperatures": (
+        {"loss_type": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 3.0},
+        ComposedLoss(gate=SoftGate(0.5, 3.0), aggregation=SequenceMean()),
+    ),
+    "vespo": ({"loss_type": "vespo"}, ComposedLoss(SequenceRatio(mean="product"), weight=GammaWeight())),
+    "vespo, other shapes": (
+        {
+            "vespo_k_pos": 0.5,
+            "vespo_lambda_pos": 1.5,
+            "vespo_k_neg": 1.0,
+            "vespo_lambda_neg": 0.7,
+            "loss_type": "vespo",
+        },
+        ComposedLoss(SequenceRatio(mean="product"), weight=GammaWeight(0.5, 1.5, 1.0, 0.7)),
+    ),
 }
 
 
@@ -139,6 +162,27 @@ def test_losses_and_gradients_equal_trl(name, numbers, make_trainer):
     assert abs(value - expected) <= 1e-5
     assert torch.allclose(own, gradient * numbers["mask"], atol=1e-5)
     assert own.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "luspo", "sapo", "vespo"])
+def test_extreme_ratios_and_groups_without_variance_equal_trl(name, numbers, make_trainer):
+    """Tokens with log-ratios of up to ±15, a completion that is far away as a whole, and a group without advantages."""
+    settings, ours = CASES[name]
+    settings = settings | {"beta": 0.0}
+    far = numbers["policy"].clone()
+    far[0, :2] += torch.tensor([9.0, -9.0])
+    far[3, 4] -= 15
+    far[5, 1] += 15
+    far[2] = numbers["behaviour"][2] - 8
+    inputs = numbers | {"policy": far, "advantages": torch.tensor([1.2, -0.4, -0.4, -0.4, 0.0, 0.0, 0.0, 0.0])}
+    expected, gradient = trl_loss(make_trainer(**settings), inputs, old_per_token_logps=inputs["behaviour"])
+    batch = rollout(inputs["behaviour"], inputs["mask"], inputs["advantages"])
+    ours = ComposedLoss(ours.ratio, ours.gate, ours.weight, aggregation=ours.aggregation)
+    value, own = loss_and_gradient(ours, batch, far)
+    size = max(1.0, float(gradient.abs().max()))
+    assert abs(value - expected) <= 1e-5 * max(1.0, abs(expected))
+    assert torch.allclose(own, gradient * inputs["mask"], atol=1e-5 * size)
+    assert not own[4:].any()
 
 
 @pytest.mark.parametrize(

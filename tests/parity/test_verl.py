@@ -15,14 +15,25 @@ from lgrpo.functional import kl_divergence
 from lgrpo.losses import (
     ComposedLoss,
     ConstantSum,
+    CovarianceClip,
+    CovariancePenalty,
+    DivergenceMask,
     DualClip,
     GeometricClip,
+    Importance,
     MaskedImportance,
     MinClip,
+    NoWeight,
+    PolicyLogprobs,
+    Rejection,
     SequenceMean,
     SequenceRatio,
+    SequenceSum,
+    SoftGate,
+    Terms,
     TokenRatio,
     TruncatedImportance,
+    Weight,
     WeightClamp,
 )
 from tests.parity.random_batch import loss_and_gradient, rollout
@@ -99,6 +110,14 @@ LOSSES: dict[str, ComposedLoss] = {
     ),
     "decoupled_token_icepop": ComposedLoss(TokenRatio("proximal"), MinClip(**CLIP), MaskedImportance(0.5, 2.0)),
     "bypass_ppo_clip": ComposedLoss(gate=MinClip(**CLIP)),
+    "dppo_tv": ComposedLoss(gate=DivergenceMask(0.05, 0.1), weight=Importance()),
+    "dppo_tv_wide": ComposedLoss(gate=DivergenceMask(0.05, 0.1), weight=Importance()),
+    "dppo_kl": ComposedLoss(gate=DivergenceMask(0.01, 0.02, "kl"), weight=Importance()),
+    "dppo_kl_wide": ComposedLoss(gate=DivergenceMask(0.01, 0.02, "kl"), weight=Importance()),
+    "clip_cov": ComposedLoss(gate=CovarianceClip(MinClip(**CLIP), fraction=1.0, low=0.2, high=1.0)),
+    "kl_cov": ComposedLoss(gate=CovariancePenalty(fraction=0.2, coef=0.5)),
+    "sapo": ComposedLoss(gate=SoftGate(), aggregation=SequenceMean()),
+    "sapo_wide": ComposedLoss(gate=SoftGate(), aggregation=SequenceMean()),
 }
 
 
@@ -113,6 +132,41 @@ def test_losses_and_gradients_equal_verl(name):
     assert abs(value - case["outputs"]["loss"]) <= 1e-5
     assert torch.allclose(gradient, torch.tensor(case["outputs"]["grad_log_prob"]), atol=1e-5)
     assert gradient.abs().max() > 1e-3
+
+
+def test_sum_over_sequences_equals_verl():
+    case = read("loss_vanilla_seq_mean_token_sum")
+    batch = rollout(tensor("old_log_prob"), tensor("response_mask"), tensor("advantages"))
+    loss = ComposedLoss(gate=MinClip(**CLIP), aggregation=SequenceSum())
+    value, gradient = loss_and_gradient(loss, batch, tensor("log_prob"))
+    assert abs(value - case["outputs"]["loss"]) <= 1e-5
+    assert torch.allclose(gradient, torch.tensor(case["outputs"]["grad_log_prob"]), atol=1e-5)
+
+
+REJECTIONS: dict[str, Weight] = {
+    "token_k2": Rejection(NoWeight(), "k2", "token", 0.3),
+    "token_k3": Rejection(NoWeight(), "k3", "token", 0.3),
+    "seq_sum_k1": Rejection(NoWeight(), "ratio", "sequence", 2.0),
+    "seq_sum_k3": Rejection(NoWeight(), "k3", "sequence", 0.8),
+    "seq_mean_k1": Rejection(NoWeight(), "ratio", "geometric", 1.25, 0.8),
+    "seq_mean_k3": Rejection(NoWeight(), "k3", "geometric", 0.25),
+    "seq_max_k2": Rejection(NoWeight(), "k2", "max", 1.0),
+    "seq_max_k3": Rejection(NoWeight(), "k3", "max", 1.0),
+    "seq_is_rs": Rejection(TruncatedImportance(2.0, "sequence"), "ratio", "sequence", 4.0),
+    "geo_rs_token_tis": Rejection(TruncatedImportance(2.0), "ratio", "geometric", 1.25),
+}
+
+
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_rejections_equal_verl(name):
+    expected = torch.tensor(read(f"rejection_{name}")["outputs"]["weights"])
+    mask, old = tensor("response_mask").bool(), tensor("old_log_prob")
+    batch = rollout(tensor("rollout_log_prob_wide"), mask, tensor("advantages"))
+    proximal = torch.where(mask, old, 0.0)
+    logprobs = PolicyLogprobs(policy=proximal, entropy=old, proximal=proximal)
+    weights = REJECTIONS[name](Terms(batch=batch, logprobs=logprobs, log_ratio=torch.zeros_like(old)))
+    assert torch.allclose(weights * mask, expected, atol=1e-5)
+    assert 0 < int((expected > 0).sum()) < int(mask.sum())
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -18,7 +18,17 @@ from lightning.pytorch.loggers import CSVLogger
 from lgrpo import ClippedLoss, ReplayEngine, RolloutRecorder, Sampling, ZeroVarianceMask
 from lgrpo.advantages import DropNegatives
 from lgrpo.callbacks import ExactResume, ImprovementMonitor, RolloutLog
-from lgrpo.losses import BehaviourForwardKL, ComposedLoss, OneSide, PolicyLogprobs, PolicyLoss, TokenRatio
+from lgrpo.losses import (
+    BehaviourForwardKL,
+    ComposedLoss,
+    DivergenceMask,
+    OneSide,
+    PolicyLogprobs,
+    PolicyLoss,
+    SuffixVeto,
+    TokenRatio,
+    TrustRegionMask,
+)
 from lgrpo.recordings import RecordedPrompts, Recording
 from lgrpo.recordings.recording import with_column, write_recording
 from lgrpo.report import read_series
@@ -218,7 +228,7 @@ def test_a_resumed_recorder_duplicates_nothing(recorded, tmp_path):
 
 # Methods and log-probabilities
 
-WITHOUT = {"reinforce", "red_drop", "red_weight", "red_weight_adaptive", "opmd", "asymre"}
+WITHOUT = {"reinforce", "red_drop", "red_weight", "red_weight_adaptive", "opmd", "opmd_log_mean_exp", "asymre", "opo"}
 
 
 def without_logprobs(folder, out):
@@ -230,7 +240,9 @@ def without_logprobs(folder, out):
 def value_and_gradient(loss, knows_behaviour):
     batch = a_batch(seed=3)
     batch.totals = StepTotals(all_tokens=40, live_tokens=40, all_sequences=8, live_sequences=8)
+    batch.zero_variance = torch.zeros(len(batch), dtype=torch.bool)
     noise = 0.3 * torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1))
+    noise[0] = 0.1  # the proximal policy equals α there, so that no method rejects this completion
     policy = torch.where(batch.completion_mask, batch.behaviour_logprobs + noise, 0.0).requires_grad_()
     if not knows_behaviour:
         batch.behaviour_logprobs[batch.completion_mask] = torch.nan
@@ -261,6 +273,9 @@ def test_data_without_log_probabilities(recorded, tmp_path):
         replay(path)
     with pytest.raises(ValueError, match=r"red_drop\.yaml.*asymre\.yaml.*proximal"):
         replay(path, loss=ComposedLoss(gate=OneSide()))
+    for gate in (DivergenceMask(), TrustRegionMask(), SuffixVeto()):  # they read α, whatever the ratio
+        with pytest.raises(ValueError, match="80 recorded completions have no log-probabilities"):
+            replay(path, loss=ComposedLoss(TokenRatio("proximal"), gate))
     for loss in (ComposedLoss(regularisers=[BehaviourForwardKL()]), ComposedLoss(TokenRatio("proximal"), OneSide())):
         run = replay(path, loss=loss, data={"advantage": DropNegatives()})
         known = replay(folder, loss=loss, data={"advantage": DropNegatives()})

@@ -7,10 +7,8 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from lgrpo.cli import main
 from lgrpo.commands.engine_keeper import engine_settings
 from lgrpo.commands.settings import parse_settings
 from lgrpo.sweep.workers import SeparateProcesses, SharedWorkers
+from tests.sweep.test_sweep import interrupted
 
 ROOT = Path(__file__).parents[2]
 CONFIG = f"--config={ROOT / 'configs' / 'tiny.yaml'}"
@@ -228,14 +227,7 @@ def test_ctrl_c_and_the_same_command_again(tmp_path):
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=slow, text=True
     )
-    begun = out / "slow" / "seed-3" / "metrics" / "version_0" / "metrics.csv"
-    deadline = time.monotonic() + 300
-    while not (begun.exists() and begun.read_text().count("\n") > 3):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
+    output, errors = interrupted(process, out / "slow" / "seed-3")
     assert process.returncode == 1
     assert "straight, seed 3: finished" in output
     assert "slow, seed 3: stopped" in output

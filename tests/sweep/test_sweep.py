@@ -263,6 +263,18 @@ def test_nothing_runs_if_a_name_is_wrong(tmp_path):
         main(["sweep", str(path), "--jobs=0"])
 
 
+def interrupted(process, run):
+    """Interrupt a sweep when a run of it has trained for some steps; return its output and its errors."""
+    begun = run / "metrics" / "version_0" / "metrics.csv"
+    deadline = time.monotonic() + 300
+    while not (begun.exists() and begun.read_text().count("\n") > 3):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    return process.communicate(timeout=120)
+
+
 @pytest.mark.slow("starts several runs")
 def test_runs_write_checkpoints_on_ctrl_c(tmp_path):
     long = {"arms": {"long": {"settings": {"data.num_rollouts": 5000}}}, "seeds": [3]}
@@ -270,14 +282,7 @@ def test_runs_write_checkpoints_on_ctrl_c(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "lgrpo.cli", "sweep", str(path), f"--out={out}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    begun = out / "long" / "seed-3" / "metrics" / "version_0" / "metrics.csv"
-    deadline = time.monotonic() + 300
-    while not (begun.exists() and begun.read_text().count("\n") > 3):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
+    output, errors = interrupted(process, out / "long" / "seed-3")
     assert process.returncode == 1
     assert "long, seed 3: stopped" in output
     assert f"the same command resumes it: lgrpo sweep {path}" in errors

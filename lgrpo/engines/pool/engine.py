@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lgrpo.checks import check_count
-from lgrpo.engines.base import RolloutEngine, Timeouts
+from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.manifest import WeightManifest, sync_errors
 from lgrpo.engines.pool.worker_process import WorkerProcess
 from lgrpo.engines.pool.workers import Workers
 from lgrpo.engines.processes import has_other_ranks
-from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults
+from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults, Timeouts
+from lgrpo.engines.vllm.cache_size import with_cache_size
 from lgrpo.engines.vllm.engine import VLLMEngine
 from lgrpo.engines.vllm.runtime import check_context_length
 from lgrpo.types import PolicyWeights
@@ -154,6 +155,11 @@ class EnginePool(RolloutEngine):
         self._is_asleep = False
         self._with_all_workers(lambda: self._answer(generation), generation.step, generation.version)
 
+    def stop(self) -> None:
+        super().stop()
+        for worker in list(self._workers.running):
+            worker.stop_generation(self._generation_number)
+
     def wake(self) -> None:
         self._take_memory()
         self._workers.call_all("wake", send_timeout=self.timeouts.generate, answer_timeout=self.timeouts.sync)
@@ -176,10 +182,13 @@ class EnginePool(RolloutEngine):
         workers, is_first = self._workers, not self._workers.running
         if is_first:
             self._sent_dtype = self.engine.dtype or (weights.compute_dtype if self.engine.follows_precision else None)
+            if isinstance(self.engine, VLLMEngine) and torch.cuda.is_available():
+                total = torch.cuda.mem_get_info()[1]
+                workers.engine = with_cache_size(self.engine, weights, self._sent_dtype, total)
             for _ in range(self.num_processes):
                 workers.running.append(workers.start())
         rounds, timeout = [list(workers.running)], self.timeouts.start if is_first else self.timeouts.sync
-        if is_first and torch.cuda.is_available() and self.engine.kv_cache_gib is None:
+        if is_first and torch.cuda.is_available() and workers.engine.kv_cache_gib is None:
             rounds = [[worker] for worker in workers.running]  # vLLM measures the free memory while it starts
         failures: list[EngineFailure] = []
         for some in rounds:

@@ -194,6 +194,7 @@ def main() -> None:
     buffers = MappedBuffers()
     try:
         engine = connection.recv()
+        engine.import_packages()
         requests = WorkerRequests(connection, urgent, engine, buffers)
         signal.signal(signal.SIGINT, requests._interrupt)
         while True:

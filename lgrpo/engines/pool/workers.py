@@ -17,7 +17,7 @@ from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.pool.cuda_buffers import StagedChunk, StagingBuffers, write_file
 from lgrpo.engines.pool.worker_process import WorkerProcess
-from lgrpo.engines.processes import visible_devices
+from lgrpo.engines.processes import ENGINE_PRIORITY, MPS_PRIORITY, visible_devices
 from lgrpo.engines.recovery import EngineFailure, for_each_healthy
 from lgrpo.engines.weight_files import shared_memory
 from lgrpo.functional import CHUNK_BYTES, chunks
@@ -67,6 +67,7 @@ class Workers:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="lgrpo-pool-", dir=shared_memory(_FILE_SPACE)))
         environment = {name: value for name, value in os.environ.items() if not name.startswith(TRAINER_VARIABLES)}
+        environment[MPS_PRIORITY] = ENGINE_PRIORITY
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         if not torch.cuda.is_available():
             environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // self.num_processes))

@@ -15,7 +15,7 @@ from typing import Any
 
 import requests
 
-from lgrpo.engines.processes import kill_process, log_excerpt, start_process
+from lgrpo.engines.processes import ENGINE_PRIORITY, MPS_PRIORITY, kill_process, log_excerpt, start_process
 from lgrpo.engines.recovery import EngineError, EngineFailure
 
 _SERVER = """
@@ -80,7 +80,13 @@ class VLLMServer:
         with log.open("w") as output:
             process = start_process(
                 command,
-                env={**os.environ, **environment, "VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1"},
+                env={
+                    **os.environ,
+                    MPS_PRIORITY: ENGINE_PRIORITY,
+                    **environment,
+                    "VLLM_API_KEY": api_key,
+                    "VLLM_SERVER_DEV_MODE": "1",
+                },
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

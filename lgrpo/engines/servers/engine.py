@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.engines.base import RolloutEngine, Timeouts
+from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
-from lgrpo.engines.recovery import FailureBudget, Faults
+from lgrpo.engines.recovery import FailureBudget, Faults, Timeouts
 from lgrpo.engines.servers.balancer import LoadBalancer
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.group import ServerGroup
 from lgrpo.engines.servers.launch import ServerLauncher
 from lgrpo.engines.servers.rank_zero import Weights
+from lgrpo.engines.servers.requests import ServerRequests, keep_or_leave
 from lgrpo.engines.servers.shared import SharedServers
 from lgrpo.engines.servers.transfer.settings import TransferSettings
-from lgrpo.engines.vllm.requests import request_fields
 from lgrpo.engines.vllm.runtime import check_context_length, check_vllm_installed
-from lgrpo.functional import stream_seed
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 Result = TypeVar("Result")
@@ -41,6 +40,7 @@ class VLLMServerEngine(RolloutEngine):
     """
 
     can_overlap = True
+    can_continue = True
     has_own_device = True
     follows_precision = True
 
@@ -207,27 +207,15 @@ class VLLMServerEngine(RolloutEngine):
     def sample(self, generation: Generation) -> None:
         group, model = self.group, self.group.model
         check_context_length(generation, model.max_model_len)
-        shared_fields = request_fields(generation, self.held_config())
+        requests = ServerRequests(generation, self.held_config(), model, group.timeouts.generate)
         group.wait_for_restarts()
         group.budget.reset()
         cancelled = group.cancelled
 
         def ask(server: VLLMServer, index: int) -> list[Completion]:
-            prompt = generation.prompts[index]
-            body = {
-                **shared_fields,
-                "model": model.name,
-                "prompt": prompt.token_ids,
-                "seed": stream_seed(generation.seed, prompt.position) if model.is_seeded else None,
-                "return_token_ids": True,
-                "cache_salt": f"v{generation.version}",
-            }
-            choices = server.call("POST", "/v1/completions", group.timeouts.generate, json=body)["choices"]
+            completions = requests.group(server, index)
             check(server)  # it may have been restarted with other weights before it answered
-            return [
-                generation.completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"])
-                for c in sorted(choices, key=lambda choice: choice["index"])
-            ]
+            return completions
 
         def check(server: VLLMServer) -> None:
             """Check the worker: the health route of a server answers even if its worker hangs."""
@@ -243,8 +231,8 @@ class VLLMServerEngine(RolloutEngine):
             timeout=group.timeouts.generate,
         )
         try:
-            with self._shared.used():
-                balancer.run(group.available, generation.keep)
+            with self._shared.used(), requests.aborted_at_end():
+                balancer.run(group.available, keep_or_leave(generation))
         except BaseException:
             group.cancel()
             raise

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lgrpo.engines.base import Timeouts
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError, sync_errors
-from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, for_each_healthy
+from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Timeouts, for_each_healthy
 from lgrpo.engines.servers.client import ServerErrorResponse, VLLMServer
 from lgrpo.engines.servers.launch import ServerLauncher
 from lgrpo.engines.servers.transfer.base import Failures, PeerFailure, WeightTransfer

@@ -12,9 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.checks import check_count
-from lgrpo.engines.base import Timeouts
 from lgrpo.engines.processes import visible_devices
-from lgrpo.engines.recovery import EngineError
+from lgrpo.engines.recovery import EngineError, Timeouts
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.transfer.base import WeightTransfer
 from lgrpo.engines.servers.transfer.nccl import check_separate_gpus

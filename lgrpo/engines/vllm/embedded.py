@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +20,28 @@ from lgrpo.engines.recovery import EngineError
 from lgrpo.engines.vllm.runtime import explain, import_vllm, isolated
 from lgrpo.engines.weight_files import temporary_folder, write_folder
 from lgrpo.types import NamedTensors
+
+
+def cached_folder(folder: Path, cache: Path) -> Path:
+    """Move a folder into a cache, where its name depends on its content only, and return it as it is there.
+
+    The path of a model is a part of the key of vLLM's compiled code, so it must be the same in the next run. If the
+    cache cannot be written, the folder stays where it is.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    digest = hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if not (cache / digest).exists():
+            copied = Path(tempfile.mkdtemp(dir=cache))
+            try:
+                shutil.copytree(folder, copied, dirs_exist_ok=True)
+                copied.rename(cache / digest)
+            except OSError:  # the disk is full, or another process was faster
+                shutil.rmtree(copied, ignore_errors=True)
+    except OSError:
+        return folder
+    return cache / digest if (cache / digest).exists() else folder
 
 
 class EmbeddedLLM:
@@ -49,6 +75,8 @@ class EmbeddedLLM:
             config.save_pretrained(folder)
             if base is not None:
                 write_folder(folder, self.manifest.stream(base()))
+            else:
+                folder = cached_folder(folder, Path(vllm.envs.VLLM_CACHE_ROOT) / "lgrpo")
             if self.shares_process_groups:
                 os.environ["RANK"] = str(torch.distributed.get_rank())  # vLLM requires it; Lightning does not set it
             try:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lgrpo.engines.base import RolloutEngine, Timeouts
+from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
 from lgrpo.engines.processes import has_other_ranks
-from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults
+from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults, Timeouts
 from lgrpo.engines.vllm.adapter import adapter_flags
 from lgrpo.engines.vllm.embedded import EmbeddedLLM
 from lgrpo.engines.vllm.layout import checksums, engine_layout
@@ -28,6 +27,7 @@ from lgrpo.engines.vllm.runtime import (
     first_line,
     import_vllm,
     isolated,
+    set_environment,
 )
 from lgrpo.functional import named_checksums
 from lgrpo.types import Adapter, PolicyWeights
@@ -117,6 +117,11 @@ class VLLMEngine(RolloutEngine):
 
     def check_installed(self) -> None:
         check_vllm_installed()
+
+    def import_packages(self) -> None:
+        set_environment()
+        with contextlib.suppress(Exception):
+            import_vllm()
 
     def adopt(self, other: RolloutEngine) -> bool:
         if not isinstance(other, VLLMEngine) or other._loader is None:
@@ -212,9 +217,7 @@ class VLLMEngine(RolloutEngine):
         return WholeLoader(llm) if adapter is None else AdapterLoader(llm)
 
     def _build(self, config: PretrainedConfig, dtype: torch.dtype, adapter: Adapter | None) -> EmbeddedLLM:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM warns about harmless things at every sync
+        set_environment()
         if has_other_ranks():
             self.options.setdefault("distributed_executor_backend", "external_launcher")
         self._on_cpu = import_vllm().platforms.current_platform.is_cpu()

@@ -28,6 +28,15 @@ def request_fields(generation: Generation, config: PretrainedConfig) -> dict[str
     }
 
 
+def request_seed(generation: Generation, index: int, sibling: int, num_begun: int) -> int:
+    """Return the seed of a request for one completion, of which some tokens may be sampled already.
+
+    A sibling of a new prompt has the seed that vLLM would give it. A continued one must not repeat its draws.
+    """
+    key = (sibling, num_begun) if num_begun else ()
+    return stream_seed(generation.seed, generation.prompts[index].position, *key) + (0 if num_begun else sibling)
+
+
 class Requests:
     """Requests for some prompts of a generation: one for each prompt, or for each completion of a partial one."""
 
@@ -62,9 +71,7 @@ class Requests:
         generation, prompt, fields = self.generation, self.generation.prompts[index], dict(self._shared)
         if generation.is_partial:
             fields |= {"n": 1, "max_tokens": fields["max_tokens"] - len(begun)}
-        # a sibling of a new prompt has the seed that vLLM would give it; a continued one must not repeat its draws
-        key = (sibling, len(begun)) if begun else ()
-        seed = stream_seed(generation.seed, prompt.position, *key) + (0 if begun else sibling)
+        seed = request_seed(generation, index, sibling, len(begun))
         self.inputs.append({"prompt_token_ids": prompt.token_ids + begun, "cache_salt": f"v{generation.version}"})
         self.parameters.append(
             SamplingParams(

@@ -33,6 +33,13 @@ def check_vllm_installed() -> None:
         )
 
 
+def set_environment() -> None:
+    """Set the variables that vLLM reads when it is imported or built."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM warns about harmless things at every sync
+
+
 def import_vllm() -> Any:
     """Return the vllm package, or raise an ``EngineError`` that says why it cannot be imported."""
     check_vllm_installed()

@@ -18,13 +18,17 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lgrpo import Sampling
 from lgrpo.cli import main
+from lgrpo.data.partial import PartialRollouts
 from lgrpo.engines import EngineError, Timeouts, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.launch import check_logprobs_mode
 from tests.engines.conftest import build_policy
+from tests.engines.partial import check_continued
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
 from tests.helpers import fit, tiny_policy
 from tests.processes.alive import running as running_processes
+from tests.test_in_flight import check_probabilities, in_flight
+from tests.test_partial import LONG, Weights, spans_of
 
 pytest.importorskip("vllm")
 
@@ -101,6 +105,36 @@ def test_a_run_that_samples_while_it_trains(engine):
     assert lead.recorder.lags == [0, 1, 1, 1, 1, 1]
     exact = fit(v=1, rollouts=4, data={"engine": engine})
     assert exact.recorder.lags == [0] * 4
+
+
+@pytest.fixture
+def slow(engine):
+    """Return the engine with servers that take a while for each token."""
+    for seconds in (0.03, 0.0):
+        for server in engine.group.servers:
+            server.rpc("slow_down", 30, seconds=seconds)
+        if seconds:
+            yield engine
+
+
+def test_continued_completions(policy, slow):
+    slow.load_weights(policy.weights(), step=3)
+    check_continued(slow, policy, prompts(policy, *TEXTS, *TEXTS), TOLERANCE)
+
+
+def test_partial_rollouts(slow):
+    kept = Weights()
+    data = {"engine": slow, "sampling": LONG, "partial": PartialRollouts(extra_prompts=8, max_spans=8)}
+    run = fit(rollouts=5, v=1, data=data, callbacks=[kept])
+    assert any(len(spans) > 1 for spans in spans_of(run))
+    check_probabilities(run, kept)
+
+
+def test_syncs_in_flight(slow):
+    kept = Weights()
+    run = in_flight(lead=2, data={"engine": slow}, callbacks=[kept], learning_rate=0.5)
+    assert any(len(spans) > 1 for spans in spans_of(run))
+    check_probabilities(run, kept)
 
 
 def test_a_resumed_run(engine, tmp_path):

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from lgrpo import Sampling
+from lgrpo import RolloutCallback, Sampling
 from lgrpo.engines import EngineError, Faults, Timeouts, VLLMServerEngine
 from lgrpo.engines.processes import start_process
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.types import PolicyWeights
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, disturb, mismatch, prompts
+from tests.test_in_flight import ROLLOUTS, check_probabilities, in_flight
+from tests.test_partial import Weights
 
 pytest.importorskip("vllm")
 
@@ -98,6 +100,23 @@ def test_killed_and_out_of_memory_during_a_generation(policy, engine):
     for server in engine.group.servers:
         assert server.process.poll() is None
         assert "POST /v1/completions" in server.log.read_text(), "the restarted servers were used"
+
+
+@pytest.mark.slow("starts servers")
+def test_killed_with_syncs_in_flight(engine):
+    """Completions of the killed server are sampled again, and no prompt is lost."""
+
+    class Kill(RolloutCallback):
+        def on_rollout_start(self, trainer, pl_module, rollout):
+            if rollout == 3:
+                send_signal(engine.group.servers[0], signal.SIGKILL)
+
+    kept = Weights()
+    with pytest.warns(UserWarning, match="recovering"):
+        run = in_flight(lead=2, data={"engine": engine}, callbacks=[Kill(), kept], learning_rate=0.5)
+    trained = [int(position) for batch in run.recorder.rollouts for position in batch.positions[::4]]
+    assert trained == list(range(ROLLOUTS * 4))
+    check_probabilities(run, kept)
 
 
 @pytest.mark.slow("starts servers")

@@ -1,0 +1,71 @@
+"""Train on two CPU processes without and with the fast settings: ``python -m tests.processes.two_fast KIND FOLDER``.
+
+KIND is ddp, fsdp2 or fsdp2-whole (``policy.reshard: false``). The first run has padded rows, layers that are not
+compiled, an engine in process and a fixed number of micro-batches. The second has packed rows, compiled layers, an
+engine pool, micro-batches by tokens and checkpoints in the background. Rank R writes ``FOLDER/plain-R.pt`` and
+``FOLDER/fast-R.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+
+from lgrpo import ClippedLoss, TransformersEngine
+from lgrpo.callbacks import ExactResume
+from lgrpo.engines import EnginePool
+from tests.helpers import Run, build, tiny_policy
+
+
+def strategy(kind: str) -> Strategy:
+    if kind == "ddp":  # buckets smaller than a layer
+        return DDPStrategy(process_group_backend="gloo", bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+
+
+def make(kind: str, folder: Path, fast: bool) -> Run:
+    whole = {"reshard": False} if kind == "fsdp2-whole" else {}
+    data: dict[str, Any] = {"engine": TransformersEngine()}
+    trainer: dict[str, Any] = {"accumulate_grad_batches": 4}
+    policy = tiny_policy(attention="sdpa", chunk_size=1000)
+    callbacks: list[Any] = [ExactResume(background=fast)]
+    if fast:
+        policy = tiny_policy(compile=True, activation_memory=0.5, chunk_size=5, **whole)
+        pool = EnginePool(TransformersEngine(), num_processes=1)
+        data = {"engine": pool, "generate_ahead": True, "micro_batch_tokens": 20}
+        trainer = {"enable_checkpointing": True}
+        callbacks.append(ModelCheckpoint(folder / "checkpoints", filename="{step}", every_n_train_steps=2))
+    return build(
+        v=2,
+        rollouts=4,
+        loss=ClippedLoss(kl_coef=0.1),
+        policy=policy,
+        callbacks=callbacks,
+        data=data,
+        trainer=trainer | {"devices": 2, "strategy": strategy(kind), "gradient_clip_val": 0.5},
+    )
+
+
+def main() -> None:
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    for fast in (False, True):
+        run = make(kind, folder, fast)
+        run.trainer.fit(run.module, datamodule=run.data)
+        state = {
+            "weights": dict(run.module.policy_weights()),  # gathered on both ranks
+            "tokens": [batch.tokens for batch in run.recorder.rollouts],
+            "logged": run.logged,
+            "micro_batches": run.trainer.accumulate_grad_batches,
+            "io": type(run.trainer.strategy.checkpoint_io).__name__,
+            "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        }
+        torch.save(state, folder / f"{'fast' if fast else 'plain'}-{run.trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
