@@ -253,6 +253,14 @@ def test_a_process_is_killed_if_its_start_is_interrupted(tmp_path):
     assert not pid.exists() or until_all_ended(lambda stat: stat[0] == pid.read_text().strip())
 
 
+def test_a_process_is_started_without_handlers_of_a_fork():
+    """Those of some libraries crash in the child of a process with many threads."""
+    forks = []
+    os.register_at_fork(before=lambda: forks.append(1))
+    assert processes.start_process([sys.executable, "-c", "print()"]).wait(20) == 0
+    assert not forks
+
+
 class Watched(TransformersEngine):
     """An engine with slow generations that notes whether a sync came during one."""
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,23 @@ _parent_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-parent")
 """Thread that starts all processes: the kernel signals a process when its parent thread ends, so this one stays."""
 
 
+END_WITH_TRAINER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != {trainer}:  # it ended before that
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+"""First lines of a program that receives SIGTERM when the trainer, the process with this id, ends.
+
+They are not a ``preexec_fn``: Python would then fork this process, and the handlers that libraries register for a fork
+may crash in a process with many threads.
+"""
+
+
 def start_process(command: list[str], **options: Any) -> subprocess.Popen:
-    """Start a process in a new session, so that Ctrl-C reaches only the trainer; it is killed when the trainer ends."""
-    starting = _parent_thread.submit(
-        lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent, **options)
-    )
+    """Start a process in a new session, so that Ctrl-C reaches only the trainer."""
+    starting = _parent_thread.submit(lambda: subprocess.Popen(command, start_new_session=True, **options))
     try:
         return starting.result()
     except BaseException:  # an interrupt: the caller will not get the process to kill it
@@ -39,11 +49,6 @@ def start_process(command: list[str], **options: Any) -> subprocess.Popen:
 def _kill_started(started: Future[subprocess.Popen]) -> None:
     if started.exception() is None:
         kill_process(started.result())
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def kill_process(process: subprocess.Popen) -> None:

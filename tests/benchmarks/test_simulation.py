@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lgrpo.data.schedule import RolloutQueue
+from lgrpo.data.queue import RolloutQueue
 from lgrpo.engines import TransformersEngine
 from tests.benchmarks.overlap import simulated
 from tests.benchmarks.simulation import (

@@ -21,12 +21,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.pool.cuda_buffers import ReceiverCache, StagedChunk
-from lgrpo.engines.processes import kill_process, log_excerpt, start_process
+from lgrpo.engines.processes import END_WITH_TRAINER, kill_process, log_excerpt, start_process
 from lgrpo.engines.recovery import EngineError, EngineFailure
 
-_COMMAND = """
+_WORKER = f"""
 import os, shutil, signal, sys  # before the slow imports, because the trainer may end meanwhile
 signal.signal(signal.SIGTERM, lambda *_: (shutil.rmtree(os.path.dirname(sys.argv[2]), True), os._exit(0)))
+{END_WITH_TRAINER}
 from lgrpo.engines.pool.worker import main
 main()
 """
@@ -67,9 +68,10 @@ class WorkerProcess:
         self._is_busy = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._cache: ReceiverCache = {}
+        program = _WORKER.format(trainer=os.getpid())
         with self.log.open("w") as log:
             self.process: subprocess.Popen = start_process(
-                [sys.executable, "-c", _COMMAND, str(remote.fileno()), str(folder), str(urgent.fileno())],
+                [sys.executable, "-c", program, str(remote.fileno()), str(folder), str(urgent.fileno())],
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -15,14 +15,21 @@ from typing import Any
 
 import requests
 
-from lgrpo.engines.processes import ENGINE_PRIORITY, MPS_PRIORITY, kill_process, log_excerpt, start_process
+from lgrpo.engines.processes import (
+    END_WITH_TRAINER,
+    ENGINE_PRIORITY,
+    MPS_PRIORITY,
+    kill_process,
+    log_excerpt,
+    start_process,
+)
 from lgrpo.engines.recovery import EngineError, EngineFailure
 
-_SERVER = """
-import os, runpy, signal, threading, time
+_SERVER = f"""{END_WITH_TRAINER}
+import runpy, threading, time
 
 def end_with_trainer():
-    while os.getppid() == {trainer}:
+    while os.getppid() == {{trainer}}:
         time.sleep(1)
     time.sleep(10)
     os.killpg(0, signal.SIGKILL)
