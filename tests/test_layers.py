@@ -13,7 +13,7 @@ ROOT = Path(lgrpo.__file__).parent
 LAYERS = [
     {"types", "checks"},
     {"functional", "run"},
-    {"metrics", "rewards"},
+    {"metrics", "rewards", "environments"},
     {"advantages", "losses", "policy", "engines", "hooks", "tasks"},
     {"module", "data", "callbacks"},
     {"recordings"},
