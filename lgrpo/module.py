@@ -50,7 +50,7 @@ class GRPOModule(L.LightningModule):
             loss: Loss that each optimizer step minimises.
             optimizer: Optimizer of the policy's parameters.
             scheduler: Learning-rate scheduler, stepped after every optimizer step. By default none.
-            step_rule: Rule that scales the update, such as EffectiveSampleSize (VCPO). By default none.
+            step_rule: Rule that scales or projects the update, such as EffectiveSampleSize (VCPO). By default none.
         """
         super().__init__()
         check_instance("policy", policy, CausalPolicy, "a CausalPolicy, such as CausalPolicy('Qwen/Qwen3-0.6B')")
@@ -128,6 +128,8 @@ class GRPOModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(p for p in self.policy.parameters() if p.requires_grad)
+        if self.step_rule is not None:
+            self.step_rule.attach(optimizer)
         if self.scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}

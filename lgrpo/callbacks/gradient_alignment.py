@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import lightning as L
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lgrpo.hooks import RolloutCallback, policy_owner
+from lgrpo.policy.gradients import inner_products, local_part
 from lgrpo.policy.strategy import is_sharding
 
 
@@ -18,7 +16,7 @@ class GradientAlignment(RolloutCallback):
 
     According to its authors, consecutive gradients are nearly orthogonal on-policy, and if they stay aligned off-policy
     the policy may overshoot. The callback keeps a copy of the gradient, as large as the trained weights. It is not in
-    checkpoints, so the first step after a resume has no cosine.
+    checkpoints, so the first step after a resume has no cosine. ``policy.GradientProjection`` limits the cosine.
     """
 
     def __init__(self) -> None:
@@ -35,25 +33,10 @@ class GradientAlignment(RolloutCallback):
         if not gradients:  # the step is skipped
             return
         if len(gradients) == len(self._previous):
-            products = inner_products(gradients, self._previous)
+            products = inner_products(list(zip(gradients, self._previous, strict=True)))
             if is_sharding(trainer.strategy):
                 products = trainer.strategy.reduce(products, reduce_op="sum")
             across, own, previous = products.tolist()
             if own > 0 and previous > 0:
                 policy_owner(trainer).add_metric("train/gradient_cosine", across / (own * previous) ** 0.5)
         self._previous = [gradient.detach().clone() for gradient in gradients]
-
-
-def inner_products(gradients: Sequence[Tensor], previous: Sequence[Tensor]) -> Tensor:
-    """Return ⟨g, h⟩, ⟨g, g⟩ and ⟨h, h⟩ of two gradients, given in parts, [3] float64.
-
-    >>> inner_products([torch.tensor([3.0]), torch.tensor([4.0])], [torch.tensor([1.0]), torch.tensor([0.0])])
-    tensor([ 3., 25.,  1.], dtype=torch.float64)
-    """
-    pairs = [(g.detach().double(), h.double()) for g, h in zip(gradients, previous, strict=True)]
-    return torch.stack([torch.stack([(g * h).sum(), g.square().sum(), h.square().sum()]) for g, h in pairs]).sum(0)
-
-
-def local_part(gradient: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, all of it if it is not sharded."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

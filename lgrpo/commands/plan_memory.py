@@ -13,7 +13,7 @@ from lgrpo.commands.plan_time import time_row
 from lgrpo.commands.settings import policy_from_settings
 from lgrpo.data.schedule import checked_overlap
 from lgrpo.engines import RolloutEngine, TransformersEngine
-from lgrpo.policy import LoRA, add_adapter
+from lgrpo.policy import GradientProjection, LoRA, add_adapter
 from lgrpo.policy.memory import activation_bytes, logit_bytes
 from lgrpo.policy.strategy import COMPUTE_DTYPES
 from lgrpo.run.sizes import format_bytes
@@ -40,6 +40,7 @@ def memory_rows(config: Namespace, tokens: float, num_rollouts: int | None) -> l
         "adapters": trained_bytes * num_trained if policy.lora else 0,
         "gradients": trained_bytes * num_trained,
         optimizer: state * num_trained,
+        "previous gradient": trained_bytes * num_trained * _keeps_gradient(config.model.step_rule),
         "reference": trained_bytes * num_trained * _needs_reference(config.model.loss),
         "engine's copy" if copies == 1 else f"engines' {copies} copies": copies * engine_bytes,
     }
@@ -49,6 +50,7 @@ def memory_rows(config: Namespace, tokens: float, num_rollouts: int | None) -> l
         "weights": held["weights"] * has_base,
         "adapters": held["adapters"],
         optimizer: held[optimizer],
+        "previous gradient": held["previous gradient"],
         "reference": held["reference"] * (policy.name is None or policy.lora is not None or _changes_reference(config)),
         "behaviour policy": (engine_bytes if is_merged else held["adapters"]) * _stores_behaviour(config),
     }
@@ -142,6 +144,12 @@ def _needs_reference(loss: Namespace) -> bool:
     """Return whether a configured loss has a term with the reference."""
     regularisers: list[Any] = [locate(part.class_path) for part in loss.init_args.get("regularisers") or []]
     return loss.init_args.get("kl_coef", 0) > 0 or any(regulariser.needs_reference for regulariser in regularisers)
+
+
+def _keeps_gradient(rules: Namespace | list[Namespace] | None) -> bool:
+    """Return whether a configured rule for the step keeps the gradient of the previous one."""
+    kinds = [locate(rule.class_path) for rule in (rules if isinstance(rules, list) else [rules]) if rule]
+    return GradientProjection in kinds
 
 
 def _num_parameters(architecture: PretrainedConfig, trust_remote_code: bool, lora: LoRA | None) -> tuple[int, int]:

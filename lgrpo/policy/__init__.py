@@ -4,11 +4,12 @@ from lgrpo.policy.adapters import LoRA, add_adapter, is_reference
 from lgrpo.policy.causal import CausalPolicy
 from lgrpo.policy.loading import character_tokenizer
 from lgrpo.policy.reference import make_reference
-from lgrpo.policy.step_rules import EffectiveSampleSize, StepRule
+from lgrpo.policy.step_rules import EffectiveSampleSize, GradientProjection, StepRule
 
 __all__ = [
     "CausalPolicy",
     "EffectiveSampleSize",
+    "GradientProjection",
     "LoRA",
     "StepRule",
     "add_adapter",

@@ -30,6 +30,7 @@ _TRAIN = [
     "learning_rate",
     "effective_sample_size",
     "gradient_cosine",
+    "gradient_kept",
     "lag",
     "lag_max",
     "ratio_mean",

@@ -119,6 +119,13 @@ def test_the_parts_of_a_checkpoint(capsys, tmp_path):
     assert ("weights" in adapted, "adapters" in adapted, "reference" in adapted) == (False, True, True)
 
 
+def test_the_previous_gradient_of_gac(capsys):
+    plain, gac = (plan(capsys, f"--config={CONFIGS / 'algorithms' / name}.yaml") for name in ("clip_cov", "gac"))
+    for row in ("memory, held", "checkpoint"):
+        assert "previous gradient 0.9 MiB" in gac[row]
+        assert "previous gradient" not in plain[row]
+
+
 def test_rollouts_in_one_call(capsys):
     ahead, offline = "--data.generate_ahead=true", "--weight_sync.period=null"
     assert "one call" not in plan(capsys)["rollout"]

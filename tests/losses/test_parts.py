@@ -692,6 +692,7 @@ NAMED = {
     ),
     "luspo": (lambda t: t["s"] * one_side(t, "s", 0.998, 1.0025), None, "sum", WHITENED),
     "gdpo": (CLIP, None, "token", GDPO),
+    "gac": (CLIP, None, "token", WHITENED),
     "rl_zvp": (CLIP, None, "token", WHITENED),
     "mcpo": (lambda t: t["r"] * one_side(t, "r", 0.8, 1.28), None, "sequence", MCPO),
     "opo": (lambda t: 1.0, None, "token", None),

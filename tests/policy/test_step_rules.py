@@ -1,18 +1,21 @@
-"""Rules for the step: the learning rate by the effective sample size, and VCPO's baseline."""
+"""Rules for the step: the learning rate by the effective sample size, VCPO's baseline, and GAC's projection."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lgrpo import GRPOModule
 from lgrpo.advantages import ComposedAdvantage, LeastVariance, LengthWeighted, NoScale, SignedZeroVariance
+from lgrpo.callbacks import ExactResume
 from lgrpo.functional import completion_log_ratio
-from lgrpo.policy import EffectiveSampleSize
+from lgrpo.policy import EffectiveSampleSize, GradientProjection
 from tests.helpers import build, fit, largest_difference, tiny_policy
 from tests.losses.test_parts import scores
 from tests.processes import two_step_rules
@@ -50,14 +53,27 @@ def test_effective_sample_size_is_that_of_the_formula():
     assert run.logged[1]["train/effective_sample_size"] == pytest.approx(sample_size(log_ratios.tolist()), abs=1e-4)
 
 
-@pytest.mark.slow("trains four times and starts two processes")
-def test_micro_batches_and_ranks_do_not_change_the_scale(tmp_path):
-    runs = [two_step_rules.run(accumulate_grad_batches=number) for number in (1, 2, 4)]
+@pytest.mark.parametrize("rule", two_step_rules.RULES.values())
+@pytest.mark.slow("trains three times")
+def test_micro_batches_do_not_change_the_update(rule):
+    runs = [two_step_rules.run(i=2, rule=rule(), accumulate_grad_batches=number) for number in (1, 2, 4)]
     for run in runs[1:]:
         assert largest_difference(runs[0].weights, run.weights) < 1e-5
-    out = tmp_path / "out"
-    subprocess.run([sys.executable, "-m", "tests.processes.two_step_rules", str(out)], check=True, timeout=300)
-    assert largest_difference(torch.load(out), runs[0].weights) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.slow("starts two processes")
+def test_ranks_do_not_change_the_update(kind, tmp_path):
+    command = [sys.executable, "-m", "tests.processes.two_step_rules", kind, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    plain = fit(rollouts=4, v=4, i=2, learning_rate=0.3)
+    for name, rule in two_step_rules.RULES.items():
+        alone = dict(two_step_rules.run(i=2, rule=rule()).module.policy_weights())
+        assert largest_difference(torch.load(tmp_path / f"{name}.pt"), alone) < 1e-5
+        assert largest_difference(dict(plain.module.policy_weights()), alone) > 1e-3
+    straight, resumed = (torch.load(tmp_path / f"{name}-cosines.pt") for name in ("projection", "resumed"))
+    assert resumed == straight[3:]
+    assert largest_difference(*(torch.load(tmp_path / f"{name}.pt") for name in ("projection", "resumed"))) == 0
 
 
 def test_rate_of_a_scheduler_is_not_scaled_twice():
@@ -84,6 +100,102 @@ def test_bad_rules():
     with pytest.raises(ValueError, match="recorded completions have no log-probabilities"):
         EffectiveSampleSize().see(batch, torch.zeros_like(batch.behaviour_logprobs))
     assert run.module.step_rule is None
+
+
+def flat(gradients):
+    return torch.cat([gradient.flatten() for gradient in gradients.values()]).double()
+
+
+def projected(gradient, previous, limit):
+    """Return the gradient that GAC's rule steps with, by a search for the multiple of ``previous`` to subtract."""
+    cosine = torch.cosine_similarity(gradient, previous, 0)
+    if cosine <= limit:
+        return gradient
+    low, high = 0.0, float((gradient @ previous) / (previous @ previous))
+    for _ in range(60):
+        middle = (low + high) / 2
+        if torch.cosine_similarity(gradient - middle * previous, previous, 0) > limit:
+            low = middle
+        else:
+            high = middle
+    return gradient - high * previous
+
+
+class TestGradientProjection:
+    @pytest.mark.parametrize("pieces", [1, 4])
+    @pytest.mark.parametrize("limit", [0.0, 0.2])
+    def test_steps_are_those_of_the_formula(self, limit, pieces):
+        """With SGD the step is the learning rate times the projected gradient."""
+        run = two_step_rules.run(rollouts=3, v=6, i=2, rule=GradientProjection(limit), accumulate_grad_batches=pieces)
+        gradients = [flat(own) for own in run.recorder.gradients]
+        steps = [gradients[0], *(projected(g, h, limit) for h, g in itertools.pairwise(gradients))]
+        start = build()
+        expected = flat(start.weights) - 0.3 * sum(steps)
+        assert (flat(run.weights) - expected).abs().max() < 1e-6
+        cosines = [float(torch.cosine_similarity(a, b, 0)) for a, b in itertools.pairwise(gradients)]
+        assert [row["train/gradient_cosine"] for row in run.logged[1:]] == pytest.approx(cosines, abs=1e-5)
+        kept = [float(step.norm() / g.norm()) for step, g in zip(steps[1:], gradients[1:], strict=True)]
+        assert [row["train/gradient_kept"] for row in run.logged[1:]] == pytest.approx(kept, abs=1e-5)
+        assert min(kept) < 0.99
+        assert "train/gradient_cosine" not in run.logged[0]
+        assert run.logged[-1]["train/grad_norm"] == pytest.approx(float(steps[-1].norm()), rel=1e-4)
+
+    def test_skipped_steps_change_neither_weights_nor_moments(self):
+        run = build(rollouts=3, v=6, i=2, learning_rate=0.3, optimizer=torch.optim.AdamW)
+        run.module.step_rule = GradientProjection(0.0, skip_above=1e-9)
+        run.trainer.fit(run.module, datamodule=run.data)
+        skipped = [row["train/gradient_kept"] == 0 for row in run.logged[1:]]
+        assert skipped == [row["train/gradient_cosine"] > 1e-9 for row in run.logged[1:]]
+        assert any(skipped)
+        state = next(iter(run.trainer.optimizers[0].state.values()))
+        assert int(state["step"]) == 6 - sum(skipped)
+
+    def test_steps_without_a_gradient_keep_the_previous_one(self):
+        rule, weight = GradientProjection(0.0), torch.zeros(2, requires_grad=True)
+        optimizer = torch.optim.AdamW([weight])
+        rule.attach(optimizer)
+        metrics = []
+        for gradient in ([1.0, 0.0], None, [math.inf, 0.0], [0.0, 0.0], [3.0, 4.0], [3.0, 4.0]):
+            rule.start()
+            weight.grad = None if gradient is None else torch.tensor(gradient)
+            metrics.append(rule.apply(optimizer, lambda products: products))
+            if gradient and math.isfinite(gradient[0]):
+                optimizer.step()
+            rule.undo(optimizer)
+            if gradient == [0.0, 0.0]:  # a zero is a gradient too
+                assert not optimizer.state[weight]["previous_gradient"].any()
+        assert metrics[:5] == [{}] * 5
+        assert metrics[5] == pytest.approx({"train/gradient_cosine": 1.0, "train/gradient_kept": 0.0}, abs=1e-7)
+
+    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+    def test_resumed_runs_are_exact(self, optimizer, tmp_path):
+        def train(ckpt_path=None):
+            callbacks = [ExactResume()]
+            if ckpt_path is None:
+                callbacks.append(ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+            trainer = {"accumulate_grad_batches": 2, "enable_checkpointing": ckpt_path is None}
+            run = build(
+                v=6, i=2, rollouts=3, learning_rate=0.1, optimizer=optimizer, callbacks=callbacks, trainer=trainer
+            )
+            run.module.step_rule = GradientProjection(0.0)
+            run.trainer.fit(run.module, datamodule=run.data, ckpt_path=ckpt_path)
+            return run
+
+        straight = train()
+        for step in (1, 3):
+            resumed = train(tmp_path / f"step={step}.ckpt")
+            assert largest_difference(resumed.weights, straight.weights) == 0
+            assert resumed.logged[0]["train/gradient_cosine"] == straight.logged[step]["train/gradient_cosine"]
+        assert min(row["train/gradient_kept"] for row in straight.logged[1:]) < 0.99
+
+    def test_bad_settings(self):
+        for limit in (-0.1, 1.0):
+            with pytest.raises(ValueError, match=f"limit is {limit}; it must be at least 0 and below 1"):
+                GradientProjection(limit)
+        with pytest.raises(ValueError, match=r"skip_above is 0.1; it must be above 0.2 and at most 1"):
+            GradientProjection(0.2, skip_above=0.1)
+        with pytest.raises(ValueError, match=r"has 2 rules \(EffectiveSampleSize, GradientProjection\)"):
+            GRPOModule(tiny_policy(), step_rule=[EffectiveSampleSize(), GradientProjection()])
 
 
 class TestLeastVariance:
