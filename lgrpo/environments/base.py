@@ -12,6 +12,15 @@ Observation: TypeAlias = str | Sequence[Message]
 """Text for the model: as plain text, the message of a user in a chat, or messages of a chat."""
 
 
+class TurnError(NamedTuple):
+    """Mistake of a model in its text, such as a tool call that cannot be read. The model sees it as an observation."""
+
+    kind: str
+    """Short name by which errors are counted, such as ``unknown_tool``."""
+    text: str
+    """Description of this error, for the model and the user."""
+
+
 class Turn(NamedTuple):
     """Answer of an environment to the text of a model."""
 
@@ -21,6 +30,8 @@ class Turn(NamedTuple):
     """Reward of this turn; the reward of an episode is the sum over its turns."""
     done: bool = False
     """Whether the episode is over."""
+    errors: Sequence[TurnError] = ()
+    """Errors in the model's text, for the user: counted by kind, with an example each."""
 
 
 class Environment(ABC):
@@ -38,13 +49,33 @@ class Environment(ABC):
     >>> environment.reset({"question": "Hello?"})
     'Hello?'
     >>> environment.step("bye")
-    Turn(observation='You said bye.', reward=1.0, done=True)
+    Turn(observation='You said bye.', reward=1.0, done=True, errors=())
     """
 
+    keeps_special_tokens: bool = False
+    """Whether ``step`` receives the text with its special tokens, apart from the token that ends a turn."""
+
     @abstractmethod
-    def reset(self, row: Mapping[str, Any]) -> Observation | None | Awaitable[Observation | None]:
+    def reset(self, row: Mapping[str, Any]) -> Observation | Awaitable[Observation | None] | None:
         """Begin an episode, and return its first observation; None if the prompt of the task is all the model needs."""
 
     @abstractmethod
     def step(self, text: str) -> Turn | Awaitable[Turn]:
-        """Answer a text of the model, without special tokens and stop strings."""
+        """Answer a text of the model. Stop strings are removed, and special tokens unless ``keeps_special_tokens``."""
+
+    def truncate(self) -> float | Awaitable[float]:
+        """Return the last reward of an episode that a limit ends after an answer that was not ``done``; 0 by default.
+
+        Called instead of the next ``step``, once at most.
+        """
+        return 0.0
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the tools, for the argument ``tools`` of a chat template; no tools by default."""
+        return []
+
+    def use_chat_template(self, chat_template: str | None) -> None:  # noqa: B027
+        """Receive the source of the chat template, None if there is none, once before the first episode.
+
+        It determines the format of tool calls. It is ignored by default.
+        """
