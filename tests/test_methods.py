@@ -31,7 +31,7 @@ NAMED = """grpo off_policy_grpo off_policy_grpo_eq6 reinforce rec_oneside_is rec
 rec_twoside_nois rec_ring_is rec_ring_nois rec_gspo_is rec_gspo_nois rec_oneside_wide red_drop red_weight
 red_weight_adaptive opmd opmd_log_mean_exp opmd_kimi asymre dr_grpo dapo gspo gmpo cispo rloo reinforce_plus_plus maxrl
 topr decoupled_ppo tis_grpo mis_grpo m2po dppo_tv dppo_kl sapo vespo trm icepop tis_grpo_sequence tis_grpo_geometric
-geo_rs_grpo k3_rs_grpo luspo gdpo rl_zvp mcpo opo estr a3po mu_grpo vcpo clip_cov kl_cov gac"""
+geo_rs_grpo k3_rs_grpo luspo gdpo rl_zvp mcpo opo estr a3po mu_grpo vcpo clip_cov kl_cov gac gpg"""
 
 
 def test_the_list_of_methods_is_complete():

@@ -11,7 +11,16 @@ from lgrpo.advantages.group import (
     LengthWeighted,
 )
 from lgrpo.advantages.parts import DecoupledWhitened
-from lgrpo.advantages.scales import BatchStd, BernoulliStd, GroupMeanScale, GroupStd, MajorityStd, NoScale, Scale
+from lgrpo.advantages.scales import (
+    BatchStd,
+    BernoulliStd,
+    GroupMeanScale,
+    GroupStd,
+    MajorityStd,
+    NoScale,
+    Scale,
+    VariedShare,
+)
 from lgrpo.advantages.zero_variance import SignedZeroVariance
 
 __all__ = [
@@ -38,4 +47,5 @@ __all__ = [
     "Scale",
     "Scores",
     "SignedZeroVariance",
+    "VariedShare",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lgrpo.checks import check_range
-from lgrpo.functional import bernoulli_std, group_std, majority_scale
+from lgrpo.functional import bernoulli_std, group_std, has_reward_variance, majority_scale
 
 
 class Scale(ABC):
@@ -116,6 +116,23 @@ class GroupMeanScale(Scale):
             raise ValueError("GroupMeanScale divides by a group's mean reward, but a reward is negative: shift them")
         mean = groups.mean(1, keepdim=True)
         return torch.where(mean == 0, 1.0, mean)
+
+
+@final
+class VariedShare(Scale):
+    """Share of the rollout's groups whose rewards are not all equal (GPG).
+
+    The other groups have no gradient. The division makes up for them, so that the length of a step does not depend on
+    their number. Of P groups of which M have equal rewards the share is (P - M) / P, and 1 if there is no other group.
+
+    >>> groups = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    >>> VariedShare()(groups, groups - groups.mean(1, keepdim=True))
+    tensor(0.2500)
+    """
+
+    def __call__(self, groups: Tensor, centred: Tensor) -> Tensor:
+        share = has_reward_variance(groups.flatten(), groups.shape[1]).to(groups).mean()
+        return torch.where(share == 0, 1.0, share)
 
 
 @final

@@ -31,6 +31,7 @@ from lgrpo.advantages import (
     NoBaseline,
     Scores,
     SignedZeroVariance,
+    VariedShare,
 )
 from lgrpo.commands.fit import LGRPOCLI
 from lgrpo.functional import kl_divergence
@@ -229,6 +230,7 @@ ADVANTAGES = {
     "weight": ExponentiallyWeighted(),
     "length": LengthWeighted(),
     "majority": ComposedAdvantage(scale=MajorityStd()),
+    "varied": ComposedAdvantage(scale=VariedShare()),
     "adaptive": ExponentiallyWeighted(temperature="adaptive"),
 }
 
@@ -244,6 +246,16 @@ class TestAdvantages:
         advantage = ADVANTAGES[name]
         assert torch.allclose(advantage(own)[rows], advantage(other), atol=1e-5)
         assert advantage(own).isfinite().all()
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=12, max_size=12))
+    def test_gpg_makes_up_for_groups_without_variance(self, rewards):
+        """The formula as a loop over groups of two."""
+        pairs = [rewards[first : first + 2] for first in range(0, 12, 2)]
+        valid = [pair for pair in pairs if pair[0] != pair[1]]
+        expected = [len(pairs) / max(len(valid), 1) * (r - sum(pair) / 2) for pair in pairs for r in pair]
+        found = ComposedAdvantage(scale=VariedShare())(scores(rewards, group_size=2))
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=6, max_size=6), st.integers(0, 10**6))
@@ -696,6 +708,7 @@ NAMED = {
     "rl_zvp": (CLIP, None, "token", WHITENED),
     "mcpo": (lambda t: t["r"] * one_side(t, "r", 0.8, 1.28), None, "sequence", MCPO),
     "opo": (lambda t: 1.0, None, "token", None),
+    "gpg": (lambda t: 1.0, None, "token", CENTRED),
     "vcpo": (lambda t: min(t["p"], 8.0), None, "sequence", None),
     "sapo": (
         lambda t: t["r"] / math.cosh((1.0 if t["a"] > 0 else 1.05) * (t["r"] - 1) / 2) ** 2,
