@@ -60,16 +60,20 @@ def t_quantile(confidence: float, degrees: int) -> float:
     """
     check_range("confidence", confidence, above=0, below=1)
     low, high = 0.0, 1.0
-    while _within(high, degrees) < confidence:
+    while t_probability(high, degrees) < confidence:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+        low, high = (middle, high) if t_probability(middle, degrees) < confidence else (low, middle)
     return high
 
 
-def _within(t: float, degrees: int) -> float:
-    """Return P(abs(T) < t) by the finite sums for integer degrees of freedom."""
+def t_probability(t: float, degrees: int) -> float:
+    """Return P(abs(T) < t) for Student's distribution with integer degrees of freedom, by finite sums.
+
+    >>> round(t_probability(2.262, 9), 3)
+    0.95
+    """
     angle = math.atan(t / math.sqrt(degrees))
     sine, square = math.sin(angle), math.cos(angle) ** 2
     term = 1.0 if degrees % 2 == 0 else math.cos(angle)
