@@ -1,0 +1,74 @@
+"""Base class of generated games for one player with a limited number of turns."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lgrpo.environments.base import Environment, Turn, TurnError
+
+
+class Play(NamedTuple):
+    """Outcome of a move."""
+
+    observation: str
+    has_won: bool = False
+    error: TurnError | None = None
+
+
+class Game(Environment):
+    """Game that a model wins or loses. Its rows are generated; a row has all that an episode depends on.
+
+    A row has the rules in the field ``question``, so that ``reset`` has nothing to add, the number of turns in
+    ``max_turns``, and the index of its level in ``difficulty``. Winning is rewarded by the turns that are left: 1 if
+    no move was wasted, and at least ``1 / max_turns``. Losing has reward 0.
+    """
+
+    def generate_rows(self, count: int, seed: int) -> list[dict[str, Any]]:
+        """Return rows of all levels in turn, determined by the seed. They differ as long as a level has new ones."""
+        rng, seen, rows = random.Random(seed), set(), []
+        for index in range(count):
+            for _ in range(100):
+                row = self.generate(index % self.num_levels, rng)
+                if (key := repr(row)) not in seen:
+                    break
+            seen.add(key)
+            rows.append(row | {"difficulty": index % self.num_levels})
+        return rows
+
+    @property
+    @abstractmethod
+    def num_levels(self) -> int:
+        """Number of levels, which are ordered by difficulty."""
+
+    @abstractmethod
+    def generate(self, level: int, rng: random.Random) -> dict[str, Any]:
+        """Return a row of a level: values that JSON can hold, with ``question`` and ``max_turns``."""
+
+    @abstractmethod
+    def begin(self, row: Mapping[str, Any]) -> None:
+        """Begin the game of a row."""
+
+    @abstractmethod
+    def move(self, text: str) -> Play:
+        """Make the move that a text describes."""
+
+    @property
+    def num_needed(self) -> int:
+        """Number of turns in which the game of this row can be won; a win in these has reward 1."""
+        return 1
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self._max_turns, self._num_turns = int(row["max_turns"]), 0
+        self.begin(row)
+
+    def step(self, text: str) -> Turn:
+        play = self.move(text)
+        self._num_turns += 1
+        is_last = self._num_turns >= self._max_turns
+        num_wasted = max(0, self._num_turns - self.num_needed)
+        reward = 1 - num_wasted / self._max_turns if play.has_won else 0.0
+        errors = () if play.error is None else (play.error,)
+        return Turn(play.observation, reward, play.has_won or is_last, errors)

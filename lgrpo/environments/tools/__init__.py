@@ -1,0 +1,35 @@
+"""Tools that a model calls: schemas, parsers of calls, and ready-made tools."""
+
+from lgrpo.environments.tools.calculator import Calculator
+from lgrpo.environments.tools.environment import ToolEnvironment
+from lgrpo.environments.tools.parsers import (
+    PARSERS,
+    Call,
+    CallParser,
+    HermesParser,
+    LlamaParser,
+    MistralParser,
+    PythonParser,
+    XMLParser,
+    parser_for,
+)
+from lgrpo.environments.tools.python import PythonTool
+from lgrpo.environments.tools.schema import tool_schema
+from lgrpo.environments.tools.search import Search
+
+__all__ = [
+    "PARSERS",
+    "Calculator",
+    "Call",
+    "CallParser",
+    "HermesParser",
+    "LlamaParser",
+    "MistralParser",
+    "PythonParser",
+    "PythonTool",
+    "Search",
+    "ToolEnvironment",
+    "XMLParser",
+    "parser_for",
+    "tool_schema",
+]
