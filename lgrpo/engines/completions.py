@@ -137,11 +137,12 @@ class Generation:
         if len(logprobs) != len(token_ids):
             raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
         earlier: tuple[Span, ...] = ()
+        step, version = self.step, self.version
         if begun is not None and begun.token_ids:
-            if not token_ids:
-                return begun
+            if not token_ids:  # it may be finished all the same
+                step, version = begun.behaviour_step, begun.version
+            earlier = begun.earlier if begun.version == version else begun.spans
             token_ids, logprobs = begun.token_ids + token_ids, begun.logprobs + logprobs
-            earlier = begun.earlier if begun.version == self.version else begun.spans
         stop, tokenizer = self.sampling.stop, self.tokenizer
         if (length := _length_with_stop(token_ids, stop or [], tokenizer)) is not None:
             token_ids, logprobs, finish_reason = token_ids[:length], logprobs[:length], "stop"
@@ -151,8 +152,8 @@ class Generation:
             logprobs=logprobs,
             text=completion_text(token_ids, stop or [], tokenizer) if is_finished else "",
             finish_reason="stop" if finish_reason == "stop" else "length" if is_finished else None,
-            behaviour_step=self.step,
-            version=self.version,
+            behaviour_step=step,
+            version=version,
             earlier=earlier,
         )
 
