@@ -15,16 +15,16 @@ MIN_PRIORITY = 1e-6
 """Added to absolute advantages, so that a completion without one can be drawn, too."""
 
 
-def recorded_priorities(recording: Recording) -> list[float]:
-    """Return the absolute advantage of each completion in its recorded run, above 0."""
+def recorded_priorities(recording: Recording, used: Sequence[int]) -> list[float]:
+    """Return the absolute advantage of each completion in its recorded run, above 0. Those ``used`` must have one."""
     columns = zip(*(recording.table[name].to_pylist() for name in ("advantage", "token_ids")), strict=True)
     found = [0.0 if advantage is None and not tokens else advantage for advantage, tokens in columns]
-    if lacking := found.count(None):
+    if lacking := sum(found[row] is None for row in used):
         raise ValueError(
-            f"data.engine.priority needs the advantages of the recorded run, but {lacking} of {len(found)} completions "
+            f"data.engine.priority needs the advantages of the recorded run, but {lacking} of {len(used)} completions "
             f"in {recording.name} have none (lgrpo score removes them, other programs do not write them): set it to 0"
         )
-    return [abs(advantage) + MIN_PRIORITY for advantage in found if advantage is not None]
+    return [abs(advantage or 0.0) + MIN_PRIORITY for advantage in found]
 
 
 def recent_groups(recording: Recording, max_age: int | None) -> list[RecordedGroup]:

@@ -101,15 +101,17 @@ class ReplayEngine(RolloutEngine):
         check_sampling(recording, sampling)
         recording.table = tokenised(recording, tokenizer, sampling.max_tokens)
         check_completion_lengths(recording, sampling.max_tokens)
-        if self.rewards == "recorded" and (unscored := recording.table["reward"].null_count):
+        groups = recent_groups(recording, self.max_age)
+        used = [row for group in groups for row in group.rows]
+        if self.rewards == "recorded" and (unscored := recording.table["reward"].take(used).null_count):
             raise ValueError(
-                f"{unscored} of {len(recording.table)} recorded completions in {recording.name} have no reward: add "
+                f"{unscored} of {len(used)} recorded completions in {recording.name} have no reward: add "
                 "them (lgrpo score FILE --config …), or have the task score them here (data.engine.rewards: task)"
             )
-        self._num_without_logprobs = recording.table["logprobs"].null_count
-        self._priorities = recorded_priorities(recording) if self.priority else []
+        self._num_without_logprobs = recording.table["logprobs"].take(used).null_count
+        self._priorities = recorded_priorities(recording, used) if self.priority else []
         self._by_prompt = {}
-        for group in recent_groups(recording, self.max_age):
+        for group in groups:
             self._by_prompt.setdefault(group.prompt, []).append(group)
         self._recording = recording
         self._check_prompts(prompts, num_recorded)

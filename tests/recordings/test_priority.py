@@ -48,7 +48,7 @@ def test_chances_are_proportional_to_the_weights():
 
 def test_priorities_are_absolute_advantages(recorded):
     recording = Recording.read(recorded)
-    found = recorded_priorities(recording)
+    found = recorded_priorities(recording, range(len(recording.table)))
     expected = [abs(a or 0.0) + MIN_PRIORITY for a in recording.table["advantage"].to_pylist()]
     assert found == expected
     assert min(found) < 0.5 < max(found)
@@ -78,6 +78,19 @@ def test_old_rollouts_are_left_out(recorded):
     rows = recording.table.to_pylist()
     recent = {(*row["prompt_token_ids"], *row["token_ids"]) for row in rows if row["rollout"] >= 3}
     assert set(replayed(recorded, max_age=2)) <= recent
+
+
+@pytest.mark.parametrize("name", ["logprobs", "reward", "advantage"])
+def test_what_old_rollouts_lack_is_not_missed(recorded, tmp_path, name):
+    recording = Recording.read(recorded)
+    rows = recording.table.to_pylist()
+    values = [None if row["rollout"] < 3 else row[name] for row in rows]
+    write_recording(with_column(recording.table, name, values), recording.metadata[0], tmp_path / "old.parquet")
+    path = str(tmp_path / "old.parquet")
+    assert replayed(path, priority=1.0, max_age=2) == replayed(recorded, priority=1.0, max_age=2)
+    number = sum(row["rollout"] == 2 for row in rows)
+    with pytest.raises(ValueError, match=rf"\b{number} (of \d+ )?(recorded )?completions"):
+        replayed(path, priority=1.0, max_age=3)
 
 
 def test_bad_settings(recorded, tmp_path):
