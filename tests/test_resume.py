@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, SupervisedWarmStart, ZeroVarianceMask
-from lgrpo.advantages import DropNegatives, ExponentiallyWeighted
+from lgrpo import ClippedLoss, ReferenceRefresh, RolloutCallback, SupervisedWarmStart, WeightSync, ZeroVarianceMask
+from lgrpo.advantages import DropNegatives, ExponentiallyWeighted, GroupWhitened
 from lgrpo.callbacks import ExactResume, GracefulInterrupt, RolloutLog
 from lgrpo.data import DynamicSampling
 from lgrpo.report import read_series
@@ -160,6 +160,25 @@ def test_inside_a_rollout_that_has_become_too_old(tmp_path):
     for step in range(1, 8):
         run = fit(**settings(tmp_path, ClippedLoss(kl_coef=0.1)) | own, ckpt_path=str(tmp_path / f"step={step}.ckpt"))
         assert largest_difference(straight.weights, run.weights) == 0, f"from step {step}"
+
+
+def test_other_settings_are_reported(tmp_path):
+    """Settings that change the run, but not what the checkpoint holds."""
+    data = {"overlap": True, "lead": 1}
+    own = {"rollouts": 3, "data": data, "trainer": {"enable_checkpointing": True, "default_root_dir": str(tmp_path)}}
+
+    def run(in_flight, advantage, **more):
+        callbacks = [ExactResume(), WeightSync(1, in_flight=in_flight)]
+        if not more:
+            callbacks.append(ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+        fit(**own | {"data": data | {"advantage": advantage}}, v=0, callbacks=callbacks, **more)
+
+    run(False, GroupWhitened())
+    with pytest.warns(UserWarning, match="the checkpoint was written with other settings") as found:
+        run(True, DropNegatives(), ckpt_path=str(tmp_path / "step=1.ckpt"))
+    (message,) = [str(w.message) for w in found if "other settings" in str(w.message)]
+    assert "in_flight" in message
+    assert "data.advantage was" in message
 
 
 def saved_at(folder, moment):

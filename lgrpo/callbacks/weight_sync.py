@@ -130,7 +130,8 @@ class WeightSync(EngineSync):
         return num_rollouts_in_cycle(rollout, self.period, rollout_owner(trainer).lead)
 
     def resume_settings(self) -> ResumeSettings:
-        return {"weight_sync": {"class": type(self).__name__, "period": describe(self.period)}}
+        own = {"class": type(self).__name__, "period": describe(self.period), "in_flight": self.in_flight}
+        return {"weight_sync": own}
 
 
 def check_in_flight(data: RolloutOwner) -> None:

@@ -259,6 +259,7 @@ class RolloutDataModule(L.LightningDataModule):
             "data.seed": self.seed,
             "data.shuffle": self.shuffle,
             "data.sampling": describe(self.sampling),
+            "data.advantage": describe(self.advantage),
             "data.dynamic_sampling": describe(self.dynamic_sampling),
             "data.partial": describe(self.partial),
             "data.generate_ahead": self.generate_ahead,

@@ -35,10 +35,11 @@ REQUIRED = {
 """Settings that must not change, and why."""
 
 CHANGEABLE = {
-    "weight_sync": "from the next sync on, the lag of the behaviour policy changes",
+    "weight_sync": "from the next sync on, the behaviour policy has another lag",
     "data.seed": "prompts and completions from here on differ from those of the run that was stopped",
     "data.shuffle": "prompts from here on come in another order, some never seen and some seen twice",
     "data.sampling": "completions from here on are sampled differently",
+    "data.advantage": "advantages from here on are computed differently",
     "data.dynamic_sampling": "completions from here on are selected differently",
     "data.partial": "other groups are left unfinished; if it is turned off, those of the checkpoint are lost",
     "data.generate_ahead": "the samples are the same, but they are drawn at another time",
