@@ -17,7 +17,7 @@ from lgrpo.data.sampler import DynamicSampling
 from lgrpo.engines import EngineError, EnginePool, VLLMEngine
 from tests.helpers import build, fit, largest_difference
 from tests.test_overlap import SaveEveryStep, SlowSteps
-from tests.test_partial import CannotContinue, Weights, by_position, spans_of
+from tests.test_partial import CannotContinue, Weights, by_position, check_probabilities, spans_of
 
 LONG = Sampling(max_tokens=16)
 ROLLOUTS = 7
@@ -71,18 +71,6 @@ def in_flight(v=1, lead=1, data=None, callbacks=(), **settings):
     data = {"overlap": True, "lead": lead, "sampling": LONG, "engine": WaitsForSyncs(v, lead)} | (data or {})
     callbacks = [SyncsInTheMiddle(), WeightSync(v, in_flight=True), *callbacks]
     return fit(v=0, rollouts=ROLLOUTS, data=data, callbacks=callbacks, **settings)
-
-
-def check_probabilities(run, kept):
-    """Compare each token's log π_α with the policy of its step."""
-    policy = run.module.policy
-    for batch in run.recorder.rollouts:
-        for step in set(batch.token_steps[batch.completion_mask].tolist()):
-            policy.load_state_dict(kept.at[step])
-            with torch.no_grad():
-                logprobs, _ = policy(batch.tokens, batch.completion_mask, batch.temperature)
-            own = batch.completion_mask & (batch.token_steps == step)
-            assert torch.allclose(logprobs[own], batch.behaviour_logprobs[own], atol=1e-4)
 
 
 @pytest.mark.parametrize(("v", "lead"), [(1, 1), (1, 2), (2, 1), (3, 2)])
