@@ -27,6 +27,11 @@ def test_every_config_is_listed_with_its_first_sentence(capsys):
     assert all(len(first_sentence(find_config(name)).split()) >= 4 for name in config_names())
 
 
+def test_lines_fit_into_120_columns():
+    texts = {path: path.read_text(encoding="utf-8").splitlines() for path in CONFIGS.rglob("*.yaml")}
+    assert [(path.name, line) for path, lines in texts.items() for line in lines if len(line) > 120] == []
+
+
 def test_first_sentence(empty_folder):
     path = empty_folder / "a.yaml"
     path.write_text("# Dr. GRPO (Liu et al., eq. 3): two\n# lines. And more.\ndata: {}\n")
