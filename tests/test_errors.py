@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -90,6 +91,17 @@ def test_an_engine_without_vllm(engine, monkeypatch):
 def test_compiling_on_a_cpu():
     with pytest.warns(UserWarning, match=r"policy\.compile is set, but the policy is on the CPU"):
         check_strategy(tiny_policy(compile=True), build().trainer)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_reshard_without_fsdp2(reshard):
+    with pytest.warns(
+        UserWarning, match=rf"policy\.reshard is {str(reshard).lower()}, but has no effect with .*Single"
+    ):
+        check_strategy(tiny_policy(reshard=reshard), build().trainer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_strategy(tiny_policy(), build().trainer)
 
 
 def returns(value):

@@ -82,7 +82,7 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
                 overlap += "; a sync interrupts sampling, which continues with the new weights (weight_sync.in_flight)"
             rows.append(("overlap", overlap))
         steps = _num_steps(config, micro_batches)
-        rows += memory_rows(config, rows_each * longest, None if steps is None else -(-steps // reuse))
+        rows += memory_rows(config, rows_each * longest, None if steps is None else -(-steps // reuse), num_ranks)
     if data.partial:
         extra = getattr(data.partial, "extra_prompts", None) or max(1, data.num_prompts // 4)
         text = f"a rollout ends when {data.num_prompts} of {data.num_prompts + extra} groups are whole (data.partial)"

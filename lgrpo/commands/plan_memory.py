@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lgrpo.commands.plan_time import time_row
@@ -15,11 +16,13 @@ from lgrpo.data.schedule import checked_overlap
 from lgrpo.engines import RolloutEngine, TransformersEngine
 from lgrpo.policy import GradientProjection, LoRA, add_adapter
 from lgrpo.policy.memory import activation_bytes, logit_bytes
-from lgrpo.policy.strategy import COMPUTE_DTYPES
+from lgrpo.policy.strategy import COMPUTE_DTYPES, reshard_without_fsdp2
 from lgrpo.run.sizes import format_bytes
 
 
-def memory_rows(config: Namespace, tokens: float, num_rollouts: int | None) -> list[tuple[str, str]]:
+def memory_rows(
+    config: Namespace, tokens: float, num_rollouts: int | None, num_ranks: int = 1
+) -> list[tuple[str, str]]:
     """Return the rows on the policy, the memory held during the run, that of one micro-batch of ``tokens``, and time.
 
     ``num_rollouts`` is the length of the run, if it is known.
@@ -64,6 +67,7 @@ def memory_rows(config: Namespace, tokens: float, num_rollouts: int | None) -> l
     return [
         ("policy", f"{num_parameters:,} parameters, {text.model_type}, {settings['dtype']}{adapters}"),
         ("memory, held", _sum(held)),
+        *_sharding(config, num_ranks, held["weights"] + held["adapters"] + held["gradients"]),
         (
             "memory, in a step",
             f"about {format_bytes(activations + logits)} at worst: activations {format_bytes(activations)}, logits "
@@ -82,6 +86,20 @@ def _sum(parts: dict[str, float]) -> str:
     """
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     return f"{format_bytes(sum(parts.values()))}: {shown}"
+
+
+def _sharding(config: Namespace, num_ranks: int, whole: float) -> list[tuple[str, str]]:
+    """Return the row on FSDP2's shards and ``policy.reshard``; ``whole`` are the bytes of weights and gradients."""
+    reshard, strategy = config.model.policy.reshard, config.trainer.strategy
+    path = strategy if isinstance(strategy, str) else strategy.class_path
+    if locate(path) is not ModelParallelStrategy:
+        return [] if reshard is None else [("sharding", reshard_without_fsdp2(reshard, path.rpartition(".")[2]))]
+    if num_ranks == 1:
+        return []
+    divided = f"weights, gradients, optimizer and reference are divided among {num_ranks} processes"
+    if reshard is False:
+        divided += f"; in a step each holds all weights and gradients, {format_bytes(whole)} (policy.reshard: false)"
+    return [("sharding", divided)]
 
 
 def _changes_reference(config: Namespace) -> bool:

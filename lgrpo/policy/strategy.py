@@ -49,8 +49,18 @@ def shard(
     return policy, reference
 
 
+def reshard_without_fsdp2(reshard: bool, strategy: str) -> str:
+    """Return the warning about ``policy.reshard`` with a strategy that ignores it."""
+    return (
+        f"policy.reshard is {str(reshard).lower()}, but has no effect with the strategy {strategy}: only FSDP2 gathers "
+        "weights layer by layer (configs/fsdp2.yaml)"
+    )
+
+
 def check_strategy(policy: CausalPolicy, trainer: L.Trainer) -> None:
-    """Raise a ``ValueError`` if the Trainer's strategy does not support the policy; warn if it would be slow."""
+    """Raise a ``ValueError`` if the Trainer's strategy does not support the policy; warn if it is slow or ignored."""
+    if policy.reshard_layers is not None and not isinstance(trainer.strategy, ModelParallelStrategy):
+        rank_zero_warn(reshard_without_fsdp2(policy.reshard_layers, type(trainer.strategy).__name__))
     if not isinstance(trainer.strategy, FSDPStrategy):
         if policy.compile_layers and trainer.strategy.root_device.type == "cpu":
             rank_zero_warn(

@@ -126,6 +126,17 @@ def test_the_previous_gradient_of_gac(capsys):
         assert "previous gradient" not in plain[row]
 
 
+def test_sharding(capsys):
+    fsdp2 = [f"--config={CONFIGS / 'fsdp2.yaml'}", "--trainer.strategy.data_parallel_size=8"]
+    assert "sharding" not in plan(capsys)
+    row = plan(capsys, *fsdp2)["sharding"]
+    assert row == "weights, gradients, optimizer and reference are divided among 8 processes"
+    row = plan(capsys, *fsdp2, "--model.policy.reshard=false")["sharding"]
+    assert row.endswith("each holds all weights and gradients, 1.7 MiB (policy.reshard: false)")
+    row = plan(capsys, "--model.policy.reshard=false")["sharding"]
+    assert row.startswith("policy.reshard is false, but has no effect with the strategy auto: only FSDP2")
+
+
 def test_rollouts_in_one_call(capsys):
     ahead, offline = "--data.generate_ahead=true", "--weight_sync.period=null"
     assert "one call" not in plan(capsys)["rollout"]
