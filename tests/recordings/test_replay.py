@@ -228,7 +228,17 @@ def test_a_resumed_recorder_duplicates_nothing(recorded, tmp_path):
 
 # Methods and log-probabilities
 
-WITHOUT = {"reinforce", "red_drop", "red_weight", "red_weight_adaptive", "opmd", "opmd_log_mean_exp", "asymre", "opo"}
+WITHOUT = {
+    "reinforce",
+    "red_drop",
+    "red_weight",
+    "red_weight_adaptive",
+    "opmd",
+    "opmd_log_mean_exp",
+    "asymre",
+    "opo",
+    "gpg",
+}
 
 
 def without_logprobs(folder, out):
