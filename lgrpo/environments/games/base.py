@@ -22,8 +22,8 @@ class Game(Environment):
     """Game that a model wins or loses. Its rows are generated; a row has all that an episode depends on.
 
     A row has the rules in the field ``question``, so that ``reset`` has nothing to add, the number of turns in
-    ``max_turns``, and the index of its level in ``difficulty``. Winning is rewarded by the turns that are left: 1 if
-    no move was wasted, and at least ``1 / max_turns``. Losing has reward 0.
+    ``max_turns``, and the index of its level in ``difficulty``. Winning has reward 1, plus the share of turns that are
+    left; losing has reward 0. So pass@k counts games that are won.
     """
 
     def generate_rows(self, count: int, seed: int) -> list[dict[str, Any]]:
@@ -55,11 +55,6 @@ class Game(Environment):
     def move(self, text: str) -> Play:
         """Make the move that a text describes."""
 
-    @property
-    def num_needed(self) -> int:
-        """Number of turns in which the game of this row can be won; a win in these has reward 1."""
-        return 1
-
     def reset(self, row: Mapping[str, Any]) -> None:
         self._max_turns, self._num_turns = int(row["max_turns"]), 0
         self.begin(row)
@@ -68,7 +63,6 @@ class Game(Environment):
         play = self.move(text)
         self._num_turns += 1
         is_last = self._num_turns >= self._max_turns
-        num_wasted = max(0, self._num_turns - self.num_needed)
-        reward = 1 - num_wasted / self._max_turns if play.has_won else 0.0
+        reward = 2 - self._num_turns / self._max_turns if play.has_won else 0.0
         errors = () if play.error is None else (play.error,)
         return Turn(play.observation, reward, play.has_won or is_last, errors)

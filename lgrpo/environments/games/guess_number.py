@@ -23,7 +23,7 @@ class GuessNumber(Game):
     >>> game.step("I try 5.").observation
     'Higher.'
     >>> game.step("7")
-    Turn(observation='Right.', reward=0.75, done=True, errors=())
+    Turn(observation='Right.', reward=1.5, done=True, errors=())
     """
 
     def __init__(self, limits: Sequence[int] = (10, 30, 100), num_spare_turns: int = 2) -> None:
@@ -51,7 +51,9 @@ class GuessNumber(Game):
             f"Guess the number I think of. It is between 1 and {limit}. Answer with one number. I say whether mine is "
             f"higher or lower. You have {max_turns} guesses."
         )
-        return {"question": question, "number": rng.randint(1, limit), "limit": limit, "max_turns": max_turns}
+        number, guess = rng.randint(1, limit), rng.randint(1, limit)
+        # The solution is any guess, so that a warm start teaches the form of an answer, not the game.
+        return {"question": question, "number": number, "limit": limit, "max_turns": max_turns, "solution": str(guess)}
 
     def begin(self, row: Mapping[str, Any]) -> None:
         self._number, self._limit = int(row["number"]), int(row["limit"])

@@ -27,7 +27,7 @@ class TextMaze(Game):
     >>> game.step("I go east.").observation
     'You can go east, west. The goal is 1 east.'
     >>> game.step("east").reward
-    1.0
+    1.5
     """
 
     def __init__(self, sizes: Sequence[int] = (2, 3, 4), shows_map: bool = True, num_spare_turns: int = 4) -> None:
@@ -50,10 +50,6 @@ class TextMaze(Game):
     def num_levels(self) -> int:
         return len(self.sizes)
 
-    @property
-    def num_needed(self) -> int:
-        return self._shortest
-
     def generate(self, level: int, rng: random.Random) -> dict[str, Any]:
         maze = generate_maze(self.sizes[level], rng)
         max_turns = 2 * shortest_path(maze) + self.num_spare_turns
@@ -69,7 +65,6 @@ class TextMaze(Game):
     def begin(self, row: Mapping[str, Any]) -> None:
         self._maze = list(row["maze"])
         self._cell, self._goal = find_cell(self._maze, "S"), find_cell(self._maze, "G")
-        self._shortest = shortest_path(self._maze)
 
     def move(self, text: str) -> Play:
         found = _WORD.findall(text)

@@ -32,7 +32,7 @@ class TwentyQuestions(Game):
     >>> game.step("Is it blue?").observation
     'No.'
     >>> game.step("Is it a red cube?")
-    Turn(observation='Right.', reward=0.75, done=True, errors=())
+    Turn(observation='Right.', reward=1.5, done=True, errors=())
     """
 
     def __init__(
