@@ -1,4 +1,4 @@
-"""Trainer's handle of the process that has a reward loaded and forks workers from itself (``worker.py``)."""
+"""Trainer's handle of the process that has an object loaded and forks workers from itself (``worker.py``)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import sys
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import dill
 
 from lgrpo.checks import check_count, check_range
-from lgrpo.rewards.base import BatchReward
+from lgrpo.rewards.workers.loop import WorkerLoop
 
-_START_TIMEOUT = 120.0  # seconds in which the process imports lgrpo and loads the reward
+_START_TIMEOUT = 120.0  # seconds in which the process imports lgrpo and loads the object
 _FORK_TIMEOUT = 30.0  # seconds in which a worker is forked; after that the process counts as hung
 _END_TIMEOUT = 20.0  # seconds in which the process ends all others that it and its workers started
 
@@ -49,16 +50,39 @@ class Scoring:
             raise ValueError(f"scoring.failure_score is {self.failure_score}; it must be a finite number")
 
 
+class WorkerLimits(Protocol):
+    """Limits of a worker."""
+
+    @property
+    def timeout(self) -> float: ...
+    @property
+    def memory_gib(self) -> float: ...
+    @property
+    def output_mib(self) -> float: ...
+
+
 class ForkServer:
-    """Process that has a reward loaded, from which workers are forked in milliseconds.
+    """Process that has an object loaded, from which workers are forked in milliseconds.
 
     ``fork_worker`` starts the process if it is not running. ``close`` ends it, its workers, and all processes that
-    their rewards started.
+    they started.
     """
 
-    def __init__(self, reward: BatchReward, scoring: Scoring) -> None:
-        self._reward = reward
-        self._scoring = scoring
+    kind = "reward"
+    """Kind of object, for messages."""
+    setting = "data.scoring"
+    """Setting of the limits, for messages."""
+
+    def __init__(self, served: object, loop: type[WorkerLoop], limits: WorkerLimits) -> None:
+        """
+        Args:
+            served: Object to load. It is pickled by value, so its class may be defined in a notebook.
+            loop: Main loop of the workers.
+            limits: Limits of each worker.
+        """
+        self._served = served
+        self._loop = loop
+        self._limits = limits
         self.process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
 
@@ -70,7 +94,7 @@ class ForkServer:
             if (worker := self._fork()) is not None:
                 return worker
             self.close(timeout=0.0)
-        raise RuntimeError("the process that starts reward workers ends again and again")
+        raise RuntimeError(f"the process that starts {self.kind} workers ends again and again")
 
     def close(self, timeout: float = _END_TIMEOUT) -> None:
         """End all processes; kill this one, which signals its workers' supervisors, if that exceeds ``timeout``."""
@@ -93,13 +117,18 @@ class ForkServer:
         except OSError:
             answer = b""
         theirs.close()
-        if answer:
+        if answer and int(answer):
             return int(answer), own, self.process
         own.close()
+        if answer:
+            raise RuntimeError(
+                f"the system starts no more processes for {self.kind} workers: raise its limit (ulimit -u, or pids.max "
+                "of the container)"
+            )
         return None
 
     def _start(self) -> None:
-        pickled = self._pickled_reward()
+        pickled = self._pickled()
         own, theirs = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lgrpo.rewards.workers.worker", str(theirs.fileno())],
@@ -111,25 +140,25 @@ class ForkServer:
         )
         theirs.close()
         self._channel = own
-        memory, output = int(self._scoring.memory_gib * 2**30), int(self._scoring.output_mib * 2**20)
+        memory, output = int(self._limits.memory_gib * 2**30), int(self._limits.output_mib * 2**20)
         own.settimeout(_START_TIMEOUT)
         try:
-            own.sendall(json.dumps([len(pickled), self._scoring.timeout, memory, output]).encode())
+            own.sendall(json.dumps([len(pickled), self._limits.timeout, memory, output]).encode())
             own.recv(1)
             own.sendall(pickled)
             answer = own.recv(1024).decode()
         except OSError as error:
-            raise RuntimeError("the process that starts reward workers did not answer") from error
+            raise RuntimeError(f"the process that starts {self.kind} workers did not answer") from error
         if answer != "k":
-            name = type(self._reward).__name__
+            name = type(self._served).__name__
             raise RuntimeError(f"{name} cannot be loaded in another process: {answer or 'it ended'}")
         own.settimeout(_FORK_TIMEOUT)
 
-    def _pickled_reward(self) -> bytes:
+    def _pickled(self) -> bytes:
         try:
-            return dill.dumps(self._reward, recurse=True)  # includes what it uses of a script or notebook
+            return dill.dumps((self._loop, self._served), recurse=True)  # includes what it uses of a script or notebook
         except Exception as error:
             raise RuntimeError(
-                f"{type(self._reward).__name__} cannot be sent to another process ({type(error).__name__}: {error}): "
-                "remove what cannot be pickled from it, or set data.scoring to null to run it in this process"
+                f"{type(self._served).__name__} cannot be sent to another process ({type(error).__name__}: {error}): "
+                f"remove what cannot be pickled from it, or set {self.setting} to null to run it in this process"
             ) from error

@@ -21,6 +21,7 @@ from typing import Any
 
 from lgrpo.rewards.base import NOT_YET, AsyncReward, BatchReward, Failure, Score
 from lgrpo.rewards.workers.fork_server import ForkServer, Scoring
+from lgrpo.rewards.workers.scoring_loop import ScoringLoop
 from lgrpo.types import Completion, Prompt
 
 _MAX_ANSWER_BYTES = 2**20
@@ -104,7 +105,7 @@ class WorkerPool:
         self._num_jobs = 0
         self._wake_receiver, self._wake_sender = Pipe(duplex=False)
         self._is_woken = False
-        self.fork_server = ForkServer(reward, scoring)
+        self.fork_server = ForkServer(reward, ScoringLoop, scoring)
         self._thread = threading.Thread(target=self._run, name="reward-workers", daemon=True)
         self._thread.start()
         atexit.register(self.close)

@@ -1,6 +1,6 @@
-"""Parent of one worker, which ends all processes that the worker's reward started.
+"""Parent of one worker, which ends all processes that the worker started.
 
-A reward may fork and call ``setsid``: its processes are then in no process group that could be signalled, and without
+What runs in a worker may fork and call ``setsid``: its processes are then in no process group that could be signalled, and without
 a parent once the worker has ended. On Linux the supervisor adopts them (``PR_SET_CHILD_SUBREAPER``), so they are its
 children when it ends them.
 """
@@ -64,7 +64,7 @@ def end_children(grace: float) -> None:
 
 
 def end_supervisors() -> None:
-    """End the supervisors that this process forked, their workers, and all processes that their rewards started."""
+    """End the supervisors that this process forked, their workers, and all processes that these started."""
     for pid in children():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGTERM)
