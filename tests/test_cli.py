@@ -190,6 +190,7 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     only_sometimes |= {f"rollout/late_{kind}" for kind in ("waiting", "joined", "dropped")}  # if rewards are late
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")
     only_sometimes |= {"val/reward_failures", *(f"reward/{kind}" for kind in failures)}  # rewards in workers
+    only_sometimes |= {f"environment/{kind}" for kind in failures}  # with an environment
     only_sometimes |= {n for n in explained if n.startswith(("monitor/", "calibration/", "sync/"))}  # tested elsewhere
     writes = ("checkpoint_writes", "file_writes", "logger_writes")
     only_sometimes |= {f"fault/{kind}" for kind in ("nonfinite_steps", *writes)}  # after a failure

@@ -22,6 +22,7 @@ _ROLLOUT = [
     "late_dropped",
 ]
 _REWARD = ["failures", "timeouts", "crashes", "memory", "output", "errors"]
+_ENVIRONMENT = ["failures", "timeouts", "crashes", "memory", "output", "errors"]
 _TRAIN = [
     "loss",
     "live_tokens",
@@ -94,7 +95,13 @@ def metric_names(num_samples: Mapping[str, int]) -> list[str]:
     ['val/pass@2', 'val/pass@4', 'val/pass@5', 'val/maj@4', 'val/maj@5', 'val/aime/pass@2']
     """
     groups = {"rollout": _ROLLOUT, "reward": _REWARD, "train": _TRAIN, "time": _TIME, "memory": _MEMORY}
-    groups |= {"fault": _FAULT, "monitor": _MONITOR, "calibration": _CALIBRATION, "sync": _SYNC}
+    groups |= {
+        "environment": _ENVIRONMENT,
+        "fault": _FAULT,
+        "monitor": _MONITOR,
+        "calibration": _CALIBRATION,
+        "sync": _SYNC,
+    }
     for task, count in num_samples.items():
         several = sorted({2**n for n in range(1, count.bit_length())} | ({count} - {1}))
         at_k = [f"pass@{k}" for k in several] + [f"maj@{k}" for k in several if k > 2]

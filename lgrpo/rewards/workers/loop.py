@@ -80,7 +80,12 @@ class WorkerLoop(ABC):
 def failed(error: BaseException) -> dict[str, Any]:
     """Return an answer with an error."""
     kind = "memory" if isinstance(error, MemoryError) else "errors"
-    return {"kind": kind, "error": f"{type(error).__name__}: {error}"[:500]}
+    name = type(error).__name__
+    try:
+        text = f"{name}: {error}"
+    except Exception:  # in its __str__
+        text = name
+    return {"kind": kind, "error": text[:500]}
 
 
 def address_space() -> int:

@@ -1,8 +1,8 @@
 """Parent of one worker, which ends all processes that the worker started.
 
-What runs in a worker may fork and call ``setsid``: its processes are then in no process group that could be signalled, and without
-a parent once the worker has ended. On Linux the supervisor adopts them (``PR_SET_CHILD_SUBREAPER``), so they are its
-children when it ends them.
+A worker's code may fork and call ``setsid``: its processes are then in no process group that could be signalled, and
+without a parent once the worker has ended. On Linux the supervisor adopts them (``PR_SET_CHILD_SUBREAPER``), so they
+are its children when it ends them.
 """
 
 from __future__ import annotations
