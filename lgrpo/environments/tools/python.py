@@ -12,21 +12,22 @@ _RUNNER = """
 import ast, sys
 
 def run(source):
-    tree = ast.parse(source, "code.py")
+    tree = ast.parse(source, "<code>")
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     namespace = {"__name__": "__main__"}
-    exec(compile(tree, "code.py", "exec"), namespace)
+    exec(compile(tree, "<code>", "exec"), namespace)
     if last is not None:
-        value = eval(compile(ast.Expression(last.value), "code.py", "eval"), namespace)
+        value = eval(compile(ast.Expression(last.value), "<code>", "eval"), namespace)
         if value is not None:
             print(repr(value))
 
 try:
     run(SOURCE)
 except Exception as error:
-    import traceback
+    import linecache, traceback
+    linecache.cache["<code>"] = (len(SOURCE), None, SOURCE.splitlines(True), "<code>")
     inner = error.__traceback__.tb_next
-    while inner is not None and inner.tb_frame.f_code.co_filename != "code.py":
+    while inner is not None and inner.tb_frame.f_code.co_filename != "<code>":
         inner = inner.tb_next
     sys.stdout.flush()
     traceback.print_exception(error.with_traceback(inner))
