@@ -177,6 +177,7 @@ def test_texts_with_and_without_calls(family, text, expected):
         ("python", "```python\nf(**{'a': 1})\n```", "plain values"),
         ("python", "```python\n\n```", "empty"),
         ("python", "```python\n" + "-" * 100_000 + "1\n```", "cannot be read|nested"),
+        ("python", "```python\nf(" + "-" * 900 + "x)\n```", "cannot be read|nested|plain values"),
         ("xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "not closed"),
         ("xml", '<tool_call>{"name": "f"}</tool_call>', "no <function=…>"),
     ],

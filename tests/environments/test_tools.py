@@ -150,6 +150,7 @@ def test_bm25_equals_its_definition():
     for query in ("fox", "red fox", "the sea", "in a den at night"):
         expected = sorted(range(3), key=lambda i: (-score(query, counts[i]), i))
         assert index.rank(query, 3) == [i for i in expected if score(query, counts[i]) > 0]
+        assert index.scores(query) == pytest.approx({i: score(query, counts[i]) for i in index.rank(query, 3)})
 
 
 @pytest.fixture

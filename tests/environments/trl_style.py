@@ -35,7 +35,7 @@ class Echo:
     def __init__(self) -> None:
         self.longest = 0
 
-    def reset(self, **kwargs) -> str | None:
+    def reset(self) -> str | None:
         self.longest = 0
         return None
 

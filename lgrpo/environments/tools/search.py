@@ -37,13 +37,18 @@ class BM25:
 
     def rank(self, query: str, limit: int) -> list[int]:
         """Return the indices of the best documents that share a word with the query, the best first."""
+        scores = self.scores(query)
+        return sorted(scores, key=lambda index: (-scores[index], index))[:limit]
+
+    def scores(self, query: str) -> dict[int, float]:
+        """Return the scores of the documents that share a word with the query."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(words(query)):
             found = self._postings.get(word, [])
             weight = math.log(1 + (self._num_documents - len(found) + 0.5) / (len(found) + 0.5))
             for index, value in found:
                 scores[index] += weight * value
-        return sorted(scores, key=lambda index: (-scores[index], index))[:limit]
+        return scores
 
 
 @final
