@@ -76,13 +76,10 @@ def test_a_good_player_wins_every_game(game):
         turns = play(game, row)
         assert not any(turn.errors for turn in turns)
         assert [turn.reward for turn in turns[:-1]] == [0.0] * (len(turns) - 1)
-        assert 0 < turns[-1].reward <= 1
         assert len(turns) <= row["max_turns"]
+        assert turns[-1].reward == pytest.approx(2 - len(turns) / row["max_turns"])
         if isinstance(game, TextMaze):
             assert len(turns) == shortest_path(row["maze"])
-            assert turns[-1].reward == 1.0
-        else:
-            assert turns[-1].reward == pytest.approx(1 - (len(turns) - 1) / row["max_turns"])
 
 
 @pytest.mark.parametrize("game", GAMES, ids=lambda game: type(game).__name__)
@@ -106,7 +103,8 @@ def test_rows_are_determined_by_the_seed_and_graded(game):
     assert lengths == sorted(lengths)
     assert json.loads(json.dumps(rows)) == rows
     assert all(str(row["max_turns"]) in row["question"] for row in rows)
-    assert len({json.dumps(row) for row in rows if row["difficulty"] == 2}) == 10
+    problems = [json.dumps(row | {"solution": None}) for row in rows if row["difficulty"] == 2]
+    assert len(set(problems)) == 10
 
 
 @pytest.mark.parametrize("game", GAMES, ids=lambda game: type(game).__name__)
@@ -140,7 +138,7 @@ def test_the_reward_falls_with_the_turns():
         game.reset({"number": 5, "limit": 10, "max_turns": 4})
         turns = [game.step("1") for _ in range(num_wrong)] + [game.step("5")]
         rewards.append(turns[-1].reward)
-    assert rewards == [1.0, 0.75, 0.5, 0.25]
+    assert rewards == [1.75, 1.5, 1.25, 1.0]
 
 
 def test_walls_and_detours():
@@ -151,7 +149,7 @@ def test_walls_and_detours():
     assert turn.observation == "There is a wall. You can go east. The goal is 2 east."
     assert [error.kind for error in turn.errors] == ["impossible_move"]
     assert game.step("First west, then east").observation == "You can go east, west. The goal is 1 east."
-    assert game.step("east").reward == pytest.approx(1 - 1 / 10)
+    assert game.step("east").reward == pytest.approx(2 - 3 / 10)
 
 
 @pytest.mark.parametrize("maze", [["###", "#S#", "###"], ["#####", "#S#G#", "#####"]])

@@ -65,6 +65,7 @@ class TextMaze(Game):
     def begin(self, row: Mapping[str, Any]) -> None:
         self._maze = list(row["maze"])
         self._cell, self._goal = find_cell(self._maze, "S"), find_cell(self._maze, "G")
+        shortest_path(self._maze)  # raises an error if there is none
 
     def move(self, text: str) -> Play:
         found = _WORD.findall(text)
