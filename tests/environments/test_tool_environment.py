@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import json
 import pickle
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from jsonargparse import ArgumentParser
 
-from lgrpo.environments import Calculator, Environment, ErrorCounts, ToolEnvironment, Turn
+from lgrpo.environments import (
+    Calculator,
+    Environment,
+    ErrorCounts,
+    PythonTool,
+    ToolEnvironment,
+    Turn,
+    WorkerEpisodes,
+)
 from lgrpo.environments.tools import HermesParser
 from tests.environments import trl_style
 from tests.environments.trl_style import Echo, Increment, Shop, Words
@@ -268,6 +279,31 @@ def test_it_can_be_configured():
     assert environment.keeps_special_tokens
     assert contents(environment.step(hermes("calculate", expression="1 + 1"))) == ["2"]
     assert "longer than 7" in contents(environment.step(hermes("calculate", expression="1 + 1 + 1")))[0]
+
+
+def test_tools_in_worker_processes():
+    """A plain class, an async one and the sandbox of the Python tool work in the processes of episodes."""
+    environment = ToolEnvironment(Shop, tools=[PythonTool(allow_execution=True), Calculator()])
+    environment.use_chat_template("<tool_call>")
+    with contextlib.closing(WorkerEpisodes(environment)) as episodes:
+        assert [episodes.reset(index, {}).result(60) for index in range(2)] == ["You have 5 coins."] * 2
+        turn = episodes.step(0, hermes("python", code="print(6 * 7)") + hermes("buy", item="tea", count=2)).result(60)
+        assert contents(turn) == ["42", "{'basket': ['tea', 'tea']}"]
+        turn = episodes.step(1, hermes("calculate", expression="1/0") + hermes("price", item="milk")).result(60)
+        assert contents(turn) == ["Error: calculate failed with ValueError: division by zero", "1.0"]
+        assert [error.kind for error in turn.errors] == ["tool_failed"]
+        assert episodes.step(0, "Done.").result(60)[1:3] == (1.0, True)
+        assert episodes.truncate(1).result(60) == 0.0
+
+
+def test_the_class_of_the_page_runs():
+    page = (Path(__file__).parents[2] / "tutorials" / "pages" / "environments.md").read_text(encoding="utf-8")
+    namespace = {}
+    exec(re.search(r"```python\n(class Shop.*?)```", page, re.DOTALL)[1], namespace)
+    environment = ToolEnvironment(namespace["Shop"], parser="hermes")
+    environment.reset({"budget": 5, "question": "Buy tea."})
+    assert contents(environment.step(hermes("buy", item="tea"))) == ["You have tea."]
+    assert environment.step("Done.").reward == 1.0
 
 
 def test_users_need_nothing_of_lgrpo():
