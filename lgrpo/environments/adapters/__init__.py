@@ -1,0 +1,6 @@
+"""Environments of other packages, which are imported only when used."""
+
+from lgrpo.environments.adapters.openenv import OpenEnv
+from lgrpo.environments.adapters.textarena import TextArena
+
+__all__ = ["OpenEnv", "TextArena"]
