@@ -244,12 +244,13 @@ def check_logprobs(engine: RolloutEngine, source: Literal["engine", "policy"], l
             "cannot know their log π_α. Use 'engine', which takes it from the recording"
         )
     if engine.num_without_logprobs and loss.needs_behaviour:
+        gate = getattr(loss, "gate", None)
+        reader = f"gate {type(gate).__name__}" if getattr(gate, "needs_behaviour", False) else type(loss).__name__
         raise ValueError(
-            f"{engine.num_without_logprobs} recorded completions have no log-probabilities, and model.loss "
-            f"({type(loss).__name__}) compares the policy with the one that sampled (π_θ/π_α). Record them "
-            "(lgrpo.recordings.RolloutRecorder does), or choose a loss that needs none: "
-            "configs/algorithms/reinforce.yaml, red_drop.yaml, red_weight.yaml, opmd.yaml, asymre.yaml, or any whose "
-            "ratio is over 'proximal' instead of 'behaviour', such as rec_oneside_nois.yaml with "
+            f"{engine.num_without_logprobs} recorded completions have no log-probabilities, and model.loss ({reader}) "
+            "compares the policy with the one that sampled (π_θ/π_α): record them (lgrpo.recordings.RolloutRecorder "
+            "does), or choose a loss that needs none, such as configs/algorithms/reinforce.yaml, red_drop.yaml, "
+            "red_weight.yaml, opmd.yaml, asymre.yaml, or rec_oneside_nois.yaml with "
             "model.loss.init_args.ratio.init_args.over=proximal"
         )
 

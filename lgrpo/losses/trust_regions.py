@@ -43,7 +43,7 @@ class DivergenceMask(MaskGate):
             divergence: Distance: ``tv`` (total variation, at most 1) or ``kl`` (binary KL).
         """
         check_choice("divergence", divergence, ("tv", "kl"))
-        for name, value in (("low", low), ("high", high)):
+        for name, value in (("DivergenceMask's low", low), ("DivergenceMask's high", high)):
             if divergence == "tv":
                 check_range(name, value, above=0, at_most=1, reason="no total variation is above 1")
             else:

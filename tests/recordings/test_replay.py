@@ -284,7 +284,8 @@ def test_data_without_log_probabilities(recorded, tmp_path):
     with pytest.raises(ValueError, match=r"red_drop\.yaml.*asymre\.yaml.*proximal"):
         replay(path, loss=ComposedLoss(gate=OneSide()))
     for gate in (DivergenceMask(), TrustRegionMask(), SuffixVeto()):  # they read α, whatever the ratio
-        with pytest.raises(ValueError, match="80 recorded completions have no log-probabilities"):
+        message = rf"80 recorded completions have no log-probabilities, and model\.loss \(gate {type(gate).__name__}\)"
+        with pytest.raises(ValueError, match=message):
             replay(path, loss=ComposedLoss(TokenRatio("proximal"), gate))
     for loss in (ComposedLoss(regularisers=[BehaviourForwardKL()]), ComposedLoss(TokenRatio("proximal"), OneSide())):
         run = replay(path, loss=loss, data={"advantage": DropNegatives()})
