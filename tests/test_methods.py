@@ -38,6 +38,15 @@ def test_the_list_of_methods_is_complete():
     assert sorted(NAMED.split()) == METHODS
 
 
+@pytest.mark.parametrize("heading", ["The named methods", "Papers, and who else has the methods"])
+def test_the_page_has_a_row_for_every_method(heading):
+    page = (CONFIGS.parent / "tutorials" / "pages" / "methods.md").read_text(encoding="utf-8")
+    section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(row[0] for row in rows))) == METHODS
+    assert all(len(row) == 3 and all(cell.strip(" |") for cell in row) for row in rows)
+
+
 def demonstration(folder, *options):
     """Build the demonstration with eight prompts per rollout."""
     return LGRPOCLI(
