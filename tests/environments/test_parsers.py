@@ -192,9 +192,9 @@ def test_calls_that_cannot_be_read(family, text, message):
 
 
 def test_a_wrong_call_does_not_hide_others():
-    text = '<tool_call>{"name": f}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    text = 'So: <tool_call>{"name": f}</tool_call><tool_call>{"name": "g"}</tool_call>'
     error, call = PARSERS["hermes"]().parse(text)
-    assert error.kind == "malformed_call"
+    assert error == ("malformed_call", 'the JSON of a call cannot be read (Expecting value): {"name": f}')
     assert call.name == "g"
 
 

@@ -181,6 +181,14 @@ def test_limits_of_calls_and_results():
     assert [error.kind for error in turn.errors] == ["too_many_calls"]
 
 
+def test_results_as_text():
+    environment = ToolEnvironment(Increment, parser="python", result_text="\n{name}: {content}\n")
+    other = pickle.loads(pickle.dumps(environment))
+    assert other.step("[increment(1), increment(2)]").observation == "\nincrement: 1\n\nincrement: 3\n"
+    with pytest.raises(ValueError, match=r"it must contain \{content\}"):
+        ToolEnvironment(Increment, result_text="{result}")
+
+
 def test_results_of_parts():
     def parts(kind: str) -> list:
         """Return parts.

@@ -67,6 +67,7 @@ class ToolEnvironment(Environment):
         parser: ParserName | CallParser = "auto",
         max_calls: int = 16,
         max_result_chars: int = 10_000,
+        result_text: str | None = None,
     ) -> None:
         """
         Args:
@@ -76,10 +77,15 @@ class ToolEnvironment(Environment):
             parser: Format of calls; ``auto`` chooses it by the chat template.
             max_calls: Calls executed in a turn; further calls are answered by an error.
             max_result_chars: Length of a result above which its middle is left out.
+            result_text: Text of a result for models without a chat template, with ``{name}`` and ``{content}``; the
+                default are messages of a chat.
         """
         check_count("max_calls", max_calls, at_least=1)
         check_count("max_result_chars", max_result_chars, at_least=100)
-        self._settings = (environment, tools, parser, max_calls, max_result_chars)
+        if result_text is not None and "{content}" not in result_text:
+            raise ValueError(f"result_text is {result_text!r}; it must contain {{content}}")
+        self._settings = (environment, tools, parser, max_calls, max_result_chars, result_text)
+        self.result_text = result_text
         self.max_calls = max_calls
         self.max_result_chars = max_result_chars
         self._environment = None if environment is None else make_instance(environment)
@@ -167,7 +173,13 @@ class ToolEnvironment(Environment):
                 errors.append(result)
                 result = f"Error: {result.text}"
             messages.append(tool_message(call, shorten(result, self.max_result_chars)))
-        return Turn(messages, errors=tuple(errors))
+        return Turn(messages if self.result_text is None else self._as_text(messages), errors=tuple(errors))
+
+    def _as_text(self, messages: Sequence[Message]) -> str:
+        text = self.result_text or ""
+        return "".join(
+            text.replace("{name}", message["name"]).replace("{content}", message["content"]) for message in messages
+        )
 
     async def _answer(self, call: Call | TurnError, index: int) -> str | TurnError:
         """Execute a call, and return its result as text or an error."""

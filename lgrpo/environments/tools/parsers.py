@@ -92,7 +92,7 @@ class LlamaParser(CallParser):
                 position = match.end()
                 if '"parameters"' in text[match.start() :] or '"arguments"' in text[match.start() :]:
                     num_found += 1
-                    yield malformed(f"the JSON of a call cannot be read ({error})", text[match.start() :])
+                    yield unreadable(error, text[match.start() :])
                     return
                 continue
             if {"parameters", "arguments", "function"} & set(value):  # other objects are part of an answer
@@ -129,7 +129,7 @@ class MistralParser(CallParser):
         try:
             value, position = _JSON.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
-            return [malformed(f"the JSON after {self._marker} cannot be read ({error})", text[start:])], position
+            return [unreadable(error, text[start:])], position
         if head:
             return [call_of({"name": head[1], "arguments": value, "id": head[2]})], position
         return [call_of(item) for item in (value if isinstance(value, list) else [value])], position
@@ -225,6 +225,12 @@ def malformed(reason: str, text: str) -> TurnError:
     return TurnError("malformed_call", f"{reason}: {text.strip()[:200]}")
 
 
+def unreadable(error: Exception, text: str) -> TurnError:
+    """Return the error of a call whose JSON cannot be read; positions in the whole text would not help the model."""
+    reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+    return malformed(f"the JSON of a call cannot be read ({reason})", text)
+
+
 def read_objects(text: str, position: int, end: str) -> tuple[list[Call | TurnError], int]:
     """Return the calls of JSON objects up to a closing tag, which may be missing, and the position after it."""
     found: list[Call | TurnError] = []
@@ -239,9 +245,8 @@ def read_objects(text: str, position: int, end: str) -> tuple[list[Call | TurnEr
         try:
             value, position = _JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            found.append(malformed(f"the JSON of a call cannot be read ({error})", text[position:]))
-            closed = text.find(end, position)
-            return found, closed + len(end) if closed >= 0 else len(text)
+            wrong, closing, _ = text[position:].partition(end)
+            return [*found, unreadable(error, wrong)], position + len(wrong) + len(closing)
         found.append(call_of(value))
 
 
