@@ -272,6 +272,25 @@ def test_copies_share_nothing(copied):
     assert contents(environment.step(hermes("increment", step=1))) == ["2"]
 
 
+def test_types_are_known_in_other_processes():
+    """A class of a notebook is pickled by value, without the names in its annotations."""
+    namespace = {"__name__": "__main__"}
+    exec(
+        "from __future__ import annotations\n"
+        "from typing import Literal\n"
+        "class Lamp:\n"
+        "    def switch(self, state: Literal['on', 'off']) -> str:\n"
+        "        '''Switch.\n\n        Args:\n            state: State.\n        '''\n"
+        "        return state\n",
+        namespace,
+    )
+    environment = ToolEnvironment(namespace["Lamp"], parser="hermes")
+    del namespace["Literal"]
+    turn = copy.deepcopy(environment).step(hermes("switch", state="on") + hermes("switch", state="dim"))
+    assert contents(turn)[0] == "on"
+    assert [error.kind for error in turn.errors] == ["wrong_type"]
+
+
 def test_it_can_be_configured():
     parser = ArgumentParser()
     parser.add_argument("--environment", type=Environment)

@@ -84,37 +84,44 @@ class ToolEnvironment(Environment):
         check_count("max_result_chars", max_result_chars, at_least=100)
         if result_text is not None and "{content}" not in result_text:
             raise ValueError(f"result_text is {result_text!r}; it must contain {{content}}")
-        self._settings = (environment, tools, parser, max_calls, max_result_chars, result_text)
-        self.result_text = result_text
         self.max_calls = max_calls
         self.max_result_chars = max_result_chars
-        self._environment = None if environment is None else make_instance(environment)
+        self.result_text = result_text
+        self._sources = (environment, tuple(tools))
+        self._parser = parser if isinstance(parser, CallParser) else named_parser(parser)
+        self._load({})
+
+    def _load(self, described: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]]) -> None:
+        """Make the instance and its tools; ``described`` has types and schemas that are known, by name."""
+        source, tools = self._sources
+        self._environment = None if source is None else make_instance(source)
         self._tools: dict[str, _Tool] = {}
         objects = [] if self._environment is None else [self._environment]
-        objects += [make_instance(tool) if not inspect.isroutine(tool) else tool for tool in tools]
+        objects += [tool if inspect.isroutine(tool) else make_instance(tool) for tool in tools]
         for shown, function in (item for tool in objects for item in tool_functions(tool)):
-            if function.__name__ in self._tools:
-                raise ValueError(f"there are two tools with the name {function.__name__!r}; rename one")
-            tool = _Tool(function, argument_types(function, shown), tool_schema(function, shown))
-            self._tools[function.__name__] = tool
+            name = function.__name__
+            if name in self._tools:
+                raise ValueError(f"there are two tools with the name {name!r}; rename one")
+            own = described.get(name) or (argument_types(function, shown), tool_schema(function, shown))
+            self._tools[name] = _Tool(function, *own)
         if not self._tools:
             name = "tools" if self._environment is None else type(self._environment).__name__
-            raise ValueError(
-                f"{name} has no tools: tools are functions, or public methods other than reset, get_reward"
-            )
-        self._parser = parser if isinstance(parser, CallParser) else named_parser(parser)
+            raise ValueError(f"{name} has no tools: functions, or public methods other than reset and get_reward")
         functions: list[Any] = [tool.function for tool in self._tools.values()]
         functions += [getattr(self._environment, name, None) for name in sorted(_NOT_TOOLS)]
         self._is_async = any(map(inspect.iscoroutinefunction, functions))
 
-    def __getstate__(self) -> tuple[tuple[Any, ...], CallParser | None]:
-        return self._settings, self._parser
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings, and the types and schemas, whose names may be unknown in another process."""
+        described = {name: (tool.types, tool.schema) for name, tool in self._tools.items()}
+        left_out = {"_environment", "_tools"}
+        return {k: v for k, v in self.__dict__.items() if k not in left_out} | {"described": described}
 
-    def __setstate__(self, state: tuple[tuple[Any, ...], CallParser | None]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a new instance of the class, as every episode must have one of its own."""
-        settings, parser = state
-        self.__init__(*settings)
-        self._parser = parser
+        described = state.pop("described")
+        self.__dict__.update(state)
+        self._load(described)
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
