@@ -18,6 +18,7 @@ from lgrpo.environments.tools import PARSERS, Call, parser_for, tool_schema
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 WITH_PARSER = ("qwen3", "qwen2_5.", "qwen2_5_training", "llama3_1", "llama3_2", "nemotron", "lfm2_v2", "lfm2_2_5")
+WITH_PARSER += ("glm4", "deepseek")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -30,6 +31,7 @@ PIECES = [
     *'{}[]()"<>=,:;1a\n \x00',
     *["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```python\n", "```"],
     *["<function=f>", "<parameter=a>", "</parameter>", "</function>", "<think>", "</think>", "NaN", "\\u12"],
+    *["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"],
     '{"name": "f", "parameters": ',
 ]
 
@@ -71,7 +73,7 @@ def test_calls_that_a_template_writes_are_read(path):
     """The parser that is chosen by a template reads the calls that this template renders."""
     template = path.read_text(encoding="utf-8")
     if not path.name.startswith(WITH_PARSER):
-        with pytest.raises(ValueError, match="set parser to one of hermes, llama, mistral, python, xml"):
+        with pytest.raises(ValueError, match="set parser to one of deepseek, glm, hermes, llama, mistral, python, xml"):
             parser_for(template)
         return
     parser = parser_for(template)
@@ -84,12 +86,16 @@ def test_calls_that_a_template_writes_are_read(path):
             b: Second.
         """
 
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 'x "}</y> é'}}}
-    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    arguments = {"a": 1, "b": 'x "}</y> é'}
+    content = None if path.name.startswith("deepseek") else ""
+    takes_text = path.name.startswith("deepseek") and path.name != "deepseekv3_training.jinja"
+    written = json.dumps(arguments) if takes_text else arguments
+    call = {"type": "function", "function": {"name": "add", "arguments": written}}
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
     settings = {"tools": [tool_schema(add)], "chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
     (prompt,), _ = render_jinja_template(conversations=[messages[:1]], add_generation_prompt=True, **settings)
     (whole,), _ = render_jinja_template(conversations=[messages], **settings)
-    (found,) = parser.parse(whole[len(prompt) :])
+    (found,) = parser.parse(whole.removeprefix(prompt))
     assert found.name == "add"
     assert found.arguments == {"a": "1" if found.are_texts else 1, "b": 'x "}</y> é'}
 
@@ -108,9 +114,9 @@ def test_parser_is_chosen_by_the_template(template, name):
     assert type(parser_for(template)) is PARSERS[name]
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages }}", "<tool_call>{{ name }}<arg_key>"])
+@pytest.mark.parametrize("template", [None, "{{ messages }}", "<|tool_call>call:{{ name }}<tool_call|>"])
 def test_template_of_an_unknown_format(template):
-    with pytest.raises(ValueError, match="set parser to one of hermes, llama"):
+    with pytest.raises(ValueError, match="set parser to one of deepseek, glm, hermes"):
         parser_for(template)
 
 
@@ -146,6 +152,13 @@ def test_template_of_an_unknown_format(template):
         ("xml", "<tool_call><function=f><parameter=a>\nx\ny\n</parameter></function>", [("f", {"a": "x\ny"})]),
         ("xml", "<function=f></function><function=g></function>", [("f", {}), ("g", {})]),
         ("xml", "1 < 2", []),
+        (
+            "glm",
+            "I see. <tool_call>f\n</tool_call>\n<tool_call>g<arg_key>a</arg_key>\n<arg_value>1\n2</arg_value>",
+            [("f", {}), ("g", {"a": "1\n2"})],
+        ),
+        ("deepseek", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', [("f", {"a": 1})]),
+        ("deepseek", "No call.", []),
     ],
 )
 def test_texts_with_and_without_calls(family, text, expected):
@@ -180,6 +193,10 @@ def test_texts_with_and_without_calls(family, text, expected):
         ("python", "```python\nf(" + "-" * 900 + "x)\n```", "cannot be read|nested|plain values"),
         ("xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "not closed"),
         ("xml", '<tool_call>{"name": "f"}</tool_call>', "no <function=…>"),
+        ("glm", '<tool_call>{"name": "f"}</tool_call>', "must be a name, and pairs"),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>", "must be a name, and pairs"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{a}\n```", "cannot be read"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n[1]\n```", "a name and an object"),
     ],
     ids=lambda value: value[:30],
 )

@@ -12,7 +12,8 @@ from typing import Any, TypeVar, final
 from lgrpo.checks import check_count, nearest
 from lgrpo.environments.base import Environment, Message, Turn, TurnError
 from lgrpo.environments.tools.arguments import WrongArguments, bind_arguments
-from lgrpo.environments.tools.parsers import PARSERS, Call, CallParser, ParserName, parser_for
+from lgrpo.environments.tools.calls import Call, CallParser
+from lgrpo.environments.tools.parsers import PARSERS, ParserName, parser_for
 from lgrpo.environments.tools.schema import argument_types, tool_schema
 
 _T = TypeVar("_T")

@@ -3,57 +3,17 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, final
 
 from lgrpo.environments.base import TurnError
+from lgrpo.environments.tools.calls import JSON, Call, CallParser, malformed, unreadable
+from lgrpo.environments.tools.tag_parsers import DeepSeekParser, GLMParser, XMLParser
 
-ParserName: TypeAlias = Literal["auto", "hermes", "llama", "mistral", "python", "xml"]
+ParserName: TypeAlias = Literal["auto", "deepseek", "glm", "hermes", "llama", "mistral", "python", "xml"]
 
-_THOUGHTS = re.compile(r"\s*(?:<think>)?.*?</think>", re.DOTALL)
-_JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings, mostly in code
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class Call:
-    """Call of a tool, as a model wrote it."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by name."""
-    positional: tuple[Any, ...] = ()
-    """Arguments without names, in Python calls only."""
-    are_texts: bool = False
-    """Whether the values are texts without quotes, whose types only the tool knows."""
-    id: str | None = None
-    """Identifier that the message with the result must repeat, in formats that have one."""
-
-
-class CallParser(ABC):
-    """Reader of the tool calls in the text of a model. Subclasses read one format each."""
-
-    @abstractmethod
-    def read(self, text: str) -> Iterator[Call | TurnError]:
-        """Yield the calls and the errors of a text without thoughts, in their order."""
-
-    def parse(self, text: str) -> list[Call | TurnError]:
-        """Return the calls in a text, and an error for each that cannot be read, in their order.
-
-        Text around calls is ignored, and so are thoughts: text up to ``</think>``.
-        """
-        match = _THOUGHTS.match(text)
-        text = text[match.end() :] if match else text
-        if (opened := text.find("<think>")) >= 0 and not match:  # the thought is cut off
-            text = text[:opened]
-        try:
-            return list(self.read(text))
-        except RecursionError:
-            return [malformed("a call is nested too deeply", text)]
 
 
 @final
@@ -87,7 +47,7 @@ class LlamaParser(CallParser):
         position, num_found = 0, 0
         while match := self._object.search(text, position):
             try:
-                value, position = _JSON.raw_decode(text, match.start())
+                value, position = JSON.raw_decode(text, match.start())
             except (ValueError, RecursionError) as error:
                 position = match.end()
                 if '"parameters"' in text[match.start() :] or '"arguments"' in text[match.start() :]:
@@ -127,7 +87,7 @@ class MistralParser(CallParser):
         head = self._head.match(text, position)
         start = head.end() if head else position + len(text[position:]) - len(text[position:].lstrip())
         try:
-            value, position = _JSON.raw_decode(text, start)
+            value, position = JSON.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             return [unreadable(error, text[start:])], position
         if head:
@@ -159,32 +119,9 @@ class PythonParser(CallParser):
             yield from python_calls(block)
 
 
-@final
-class XMLParser(CallParser):
-    """Format of Qwen3.5 and Nemotron 3: ``<function=add><parameter=a>1</parameter></function>``.
-
-    >>> XMLParser().parse("<tool_call>\\n<function=add>\\n<parameter=a>\\n1\\n</parameter>\\n</function>")
-    [Call(name='add', arguments={'a': '1'}, positional=(), are_texts=True, id=None)]
-    """
-
-    _function = re.compile(r"<function=([^>\n]*)>(.*?)(</function>|(?=<function=)|\Z)", re.DOTALL)
-    _parameter = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-    def read(self, text: str) -> Iterator[Call | TurnError]:
-        for match in self._function.finditer(text):
-            name, body = match[1].strip(), match[2]
-            rest = self._parameter.sub("", body)
-            if not name or not match[3] or rest.strip():
-                reason = "its tags are not closed" if name else "it has no name"
-                yield malformed(f"a call cannot be read: {reason}", match[0])
-            else:
-                found = {key.strip(): value for key, value in self._parameter.findall(body)}
-                yield Call(name=name, arguments=found, are_texts=True)
-        if "<tool_call>" in text and not self._function.search(text):
-            yield malformed("a call cannot be read: there is no <function=…> in it", text[text.find("<tool_call>") :])
-
-
 PARSERS: dict[str, type[CallParser]] = {
+    "deepseek": DeepSeekParser,
+    "glm": GLMParser,
     "hermes": HermesParser,
     "llama": LlamaParser,
     "mistral": MistralParser,
@@ -194,7 +131,8 @@ PARSERS: dict[str, type[CallParser]] = {
 _SIGNS = {  # parts of chat templates, the most specific first; None: a format without a parser
     "[TOOL_CALLS]": "mistral",
     "<function=": "xml",
-    "<arg_key>": None,
+    "<arg_key>": "glm",
+    "<｜tool▁call▁begin｜>": "deepseek",
     "<|tool_call>": None,
     "<|tool_call_start|>": "python",
     "<tool_call>": "hermes",
@@ -220,17 +158,6 @@ def parser_for(chat_template: str | None) -> CallParser:
     return PARSERS[name]()
 
 
-def malformed(reason: str, text: str) -> TurnError:
-    """Return the error of a call that cannot be read, with the beginning of its text."""
-    return TurnError("malformed_call", f"{reason}: {text.strip()[:200]}")
-
-
-def unreadable(error: Exception, text: str) -> TurnError:
-    """Return the error of a call whose JSON cannot be read; positions in the whole text would not help the model."""
-    reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-    return malformed(f"the JSON of a call cannot be read ({reason})", text)
-
-
 def read_objects(text: str, position: int, end: str) -> tuple[list[Call | TurnError], int]:
     """Return the calls of JSON objects up to a closing tag, which may be missing, and the position after it."""
     found: list[Call | TurnError] = []
@@ -243,7 +170,7 @@ def read_objects(text: str, position: int, end: str) -> tuple[list[Call | TurnEr
         if found and position == len(text):
             return found, position
         try:
-            value, position = _JSON.raw_decode(text, position)
+            value, position = JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             wrong, closing, _ = text[position:].partition(end)
             return [*found, unreadable(error, wrong)], position + len(wrong) + len(closing)
@@ -264,7 +191,7 @@ def call_of(value: Any) -> Call | TurnError:
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = _JSON.decode(arguments)
+            arguments = JSON.decode(arguments)
         except (ValueError, RecursionError):
             return malformed(f"the arguments of {value['name']} must be an object", shown)
     if not isinstance(arguments, dict | None):
