@@ -79,7 +79,7 @@ class EnvironmentForkServer(ForkServer):
     """Process that has an environment loaded."""
 
     kind = "environment"
-    setting = "the limits of the environment"
+    setting = "data.engine.limits"
 
 
 class EpisodePool:

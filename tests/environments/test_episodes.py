@@ -145,7 +145,7 @@ class TestFailures:
         time.sleep(0.5)
         seen = failure(hostile.step(0, "a"))
         assert seen.kind == "crashes"
-        assert "ended" in str(seen)
+        assert str(seen) == "the process of Hostile ended between two steps"
         hostile.end(0)
 
     def test_a_large_text_to_a_stopped_worker_blocks_no_other(self, hostile):
@@ -213,15 +213,18 @@ class TestForks:
 
 
 class TestState:
-    def test_is_kept_over_steps_and_separate_between_episodes(self, hostile):
-        resets = [hostile.reset(i, {"name": f"n{i}", "observation": f"o{i}"}) for i in range(20)]
-        assert [reset.result(60) for reset in resets] == [f"o{i}" for i in range(20)]
-        for n in range(3):
-            steps = [hostile.step(i, f"t{i}{n}") for i in range(20)]
-            expected = [f"n{i}: " + " ".join(f"t{i}{m}" for m in range(n + 1)) for i in range(20)]
-            assert [step.result(60).observation for step in steps] == expected
-        for i in range(20):
-            hostile.end(i)
+    @pytest.mark.parametrize("place", ["workers", "local"])
+    def test_is_kept_over_steps_and_separate_between_episodes(self, hostile, place):
+        with contextlib.closing(LocalEpisodes(Hostile())) as local:
+            episodes = {"workers": hostile, "local": local}[place]
+            resets = [episodes.reset(i, {"name": f"n{i}", "observation": f"o{i}"}) for i in range(20)]
+            assert [reset.result(60) for reset in resets] == [f"o{i}" for i in range(20)]
+            for n in range(3):
+                steps = [episodes.step(i, f"t{i}{n}") for i in range(20)]
+                expected = [f"n{i}: " + " ".join(f"t{i}{m}" for m in range(n + 1)) for i in range(20)]
+                assert [step.result(60).observation for step in steps] == expected
+            for i in range(20):
+                episodes.end(i)
 
     def test_calls_of_many_threads(self, hostile):
         def play(i):
@@ -259,7 +262,7 @@ class TestState:
                 seen.append(episodes.reset(i, {"keep": 2**25}).result(60).split())
                 episodes.end(i)
         assert len({pid for pid, _ in seen}) > 1
-        assert max(int(count) for _, count in seen) > 1
+        assert 1 < max(int(count) for _, count in seen) < 6  # it could hold 7 times 32 MiB
 
     def test_a_reset_begins_a_live_episode_again(self, hostile):
         for _ in range(2):
@@ -277,7 +280,7 @@ class TestSlots:
 
     @pytest.mark.parametrize("place", ["workers", "local"])
     def test_async_steps_that_wait_do_not_count(self, place):
-        """One slot, and each step waits for an event that only the last one sets."""
+        """There is one slot, and a step that waits for long."""
         limits = EpisodeLimits(num_workers=1, timeout=60.0)
         environment = Waiting(seconds=1.0)
         episodes = WorkerEpisodes(environment, limits) if place == "workers" else LocalEpisodes(environment, 1)
@@ -392,7 +395,7 @@ class TestMisuse:
             (Unloadable(), "Unloadable cannot be loaded in another process: ValueError"),
             (
                 Unpicklable(),
-                r"Unpicklable cannot be sent to another process .*set the limits of the environment to null",
+                r"Unpicklable cannot be sent to another process .*set data.engine.limits to null",
             ),
         ],
     )
