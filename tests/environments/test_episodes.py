@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 import pytest
 
 from lgrpo.environments import EpisodeFailure, EpisodeLimits, LocalEpisodes, Turn, WorkerEpisodes
-from lgrpo.rewards.workers import fork_server
+from lgrpo.environments.episode_loop import EpisodeLoop
+from lgrpo.environments.pool import EnvironmentForkServer
+from lgrpo.rewards.workers import fork_server, worker
 from tests.environments.hostile import (
     Escaping,
     HalfAsync,
@@ -429,6 +432,24 @@ class TestProcesses:
             os.kill(episodes._pool.fork_server.process.pid, signal.SIGSTOP)
             assert episodes.reset(1, {"observation": "o"}).result(60) == "o"
             assert failure(episodes.step(0, "a")).kind == "crashes"
+
+    def test_a_system_without_more_processes_is_named(self, monkeypatch):
+        def refuse():
+            raise BlockingIOError
+
+        monkeypatch.setattr(worker.os, "fork", refuse)
+        monkeypatch.setattr(worker, "end_supervisors", lambda: None)
+        server = EnvironmentForkServer(Hostile(), EpisodeLoop, LIMITS)
+        server._channel, theirs = socket.socketpair()
+        server._channel.settimeout(10.0)
+        server.process = subprocess.Popen(["true"])
+        thread = threading.Thread(target=worker.fork_workers, args=(theirs, None))
+        thread.start()
+        with pytest.raises(RuntimeError, match="the system starts no more processes for environment workers"):
+            server.fork_worker()
+        server.close()
+        thread.join()
+        theirs.close()
 
     def test_close_leaves_no_process(self):
         with workers(Hostile(), timeout=60.0) as episodes:
