@@ -1,7 +1,7 @@
 """The league: every method of ``configs/algorithms`` at four lags, with its best learning rate, on one task.
 
     python -m tests.benchmarks.league --minutes 60     # continues where the last command stopped
-    python -m tests.benchmarks.league --subset         # four methods at one lag: fifteen minutes on two cores
+    python -m tests.benchmarks.league --subset         # four methods at one lag, to reproduce their rows
     python -m tests.benchmarks.league --report         # page and heat map of the rows so far
 
 For each method and lag, three learning rates are run with three seeds each (stage ``select``). The rate with the best

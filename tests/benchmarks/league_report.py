@@ -209,7 +209,7 @@ def failures_text(all_cells: League) -> str:
     if not failed:
         return "No run failed."
     reasons = Counter((row["method"], row["error"]) for row in failed)
-    lines = [f"- `{method}`, {count} runs: {error}" for (method, error), count in sorted(reasons.items())]
+    lines = [f"- `{method}` ({count}×): {error}" for (method, error), count in sorted(reasons.items())]
     return "\n".join(["Runs that failed, which the next command repeats:", "", *lines])
 
 
@@ -220,11 +220,13 @@ def task_text(rows: Iterable[Row]) -> str:
         return ""
     starts = {row["seed"]: row["start"]["test"] for row in finished}
     seconds = statistics.median(row["cpu_seconds"] for row in finished)
+    subset = len(league.SUBSET) * league.RUNS_PER_CELL
     shortest, longest = str(LENGTHS[0]), str(LENGTHS[-1])
     tested = [row for row in finished if row["stage"] == "test" and row["method"] == BASELINE]
     text = (
-        f"The start models of the {len(starts)} seeds used so far have {min(starts.values()):.2f} to "
-        f"{max(starts.values()):.2f} on the test problems. A run takes {seconds:.0f} CPU seconds (median)."
+        f"The start models of the seeds used so far ({len(starts)}) have {min(starts.values()):.2f} to "
+        f"{max(starts.values()):.2f} on the test problems. A run takes {seconds:.0f} CPU seconds (median), so that the "
+        f"{subset} runs of the subset need about {subset * seconds / 120:.0f} minutes on two cores."
     )
     if tested:
         short, long = (statistics.fmean(row["test_by_length"][key] for row in tested) for key in (shortest, longest))
@@ -292,7 +294,7 @@ sentences follow from the rows in [league.jsonl](../../tests/benchmarks/results/
 
 ```bash
 python -m tests.benchmarks.league --workers 2 --minutes 60   # continue the league, for an hour
-python -m tests.benchmarks.league --subset --workers 2       # four methods at one lag, about fifteen minutes
+python -m tests.benchmarks.league --subset --workers 2       # four methods at one lag, to reproduce their rows
 ```"""
 
 

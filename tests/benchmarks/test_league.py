@@ -182,7 +182,7 @@ def test_the_report_of_few_rows(rows, tmp_path):
 
 def test_failed_runs_are_listed():
     failed = vars(Job("select", "m2po", LAG, RATES[0], 0)) | {"error": "ValueError: it needs a reference"}
-    assert "- `m2po`, 1 runs: ValueError: it needs a reference" in league_report.page([failed])
+    assert "- `m2po` (1×): ValueError: it needs a reference" in league_report.page([failed])
 
 
 def test_the_page_is_up_to_date():
@@ -214,3 +214,13 @@ def test_a_run_of_two_steps(tmp_path, monkeypatch):
     assert result["test_by_length"].keys() == {"5", "6", "7", "8"}
     assert league_arm.start_folder(tmp_path, 3).is_dir()
     assert "error" in league_arm.attempt(Job("select", "grpo", "64", -1.0, 3), tmp_path, {})
+
+
+@pytest.mark.slow("runs every method: about five minutes")
+def test_every_method_runs(tmp_path, monkeypatch):
+    """Three steps of each method at the largest lag, from a model that solves some of the problems."""
+    monkeypatch.setattr(league_arm, "SIZES", {"validation": 64, "test": 8, "train": 512})
+    for method in league_arm.methods():
+        result = league_arm.run(Job("select", method, "64", 3e-4, 0), tmp_path, ("--data.num_rollouts=3",))
+        assert result["steps"] == 3, method
+        assert result["start"]["validation"] > 0.1
