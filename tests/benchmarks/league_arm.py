@@ -27,8 +27,8 @@ BASE = Path(__file__).parent / "league.yaml"
 LENGTHS, DIGITS = range(5, 9), "01234"
 SIZES = {"validation": 256, "test": 512, "train": 10_000}
 """Number of problems in each set, equally many of each length."""
-WARM_STEPS, START = range(100, 261, 20), 0.2
-"""Possible numbers of supervised steps of 128 solutions, and pass@1 on validation problems that ends them."""
+START = 0.3
+"""pass@1 on validation problems that ends the supervised phase before the start."""
 PERIODS = {"1": 1, "8": 8, "64": 64, "offline": None}
 """v, the rollouts between two syncs, by the name of a lag."""
 
@@ -77,28 +77,20 @@ def write_data(folder: Path) -> None:
 
 def start_folder(cache: Path, seed: int) -> Path:
     """Return the folder of the start model of a seed; its name changes with the base config and the data."""
-    settings = BASE.read_text() + repr((LENGTHS, DIGITS, SIZES, WARM_STEPS, START))
+    settings = BASE.read_text() + repr((LENGTHS, DIGITS, SIZES, START))
     return cache / f"start-{hashlib.sha256(settings.encode()).hexdigest()[:8]}-{seed}"
 
 
 def make_start(cache: Path, seed: int) -> Path:
-    """Train the start model of a seed on solutions, unless it exists, and return its folder.
-
-    The number of supervised steps is the first of ``WARM_STEPS`` after which pass@1 reaches ``START``.
-    """
+    """Train the start model of a seed on solutions, unless it exists, and return its folder."""
     folder = start_folder(cache, seed)
-    if (folder / "scores.json").exists():  # the last file
-        return folder
-    for steps in WARM_STEPS:
-        warm_start = ["--trainer.callbacks+=lgrpo.callbacks.SupervisedWarmStart"]
-        warm_start += [f"--trainer.callbacks.num_steps={steps}"]
-        settings = [*warm_start, "--trainer.max_epochs=0", "--trainer.num_sanity_val_steps=-1"]
-        with fitted(cache, [*settings, f"--seed_everything={seed}"]) as (cli, run):
-            found = scores(run)
-            if found["validation"] >= START or steps == WARM_STEPS[-1]:
-                cli.model.policy.model.save_pretrained(folder)
-                (folder / "scores.json").write_text(json.dumps(found | {"warm_steps": steps}))
-                break
+    if not (folder / "scores.json").exists():  # the last file
+        settings = ["--trainer.callbacks+=tests.benchmarks.league_start.SupervisedStart"]
+        settings += [f"--trainer.callbacks.target={START}", "--trainer.max_epochs=0"]
+        settings += ["--trainer.num_sanity_val_steps=-1", f"--seed_everything={seed}"]
+        with fitted(cache, settings) as (cli, run):
+            cli.model.policy.model.save_pretrained(folder)
+            (folder / "scores.json").write_text(json.dumps(scores(run)))
     return folder
 
 

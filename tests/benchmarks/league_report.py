@@ -25,6 +25,7 @@ from tests.benchmarks.league_statistics import (
 
 PAGE = ROOT / "tutorials" / "pages" / "league.md"
 PICTURE = league.RESULTS / "league.png"
+PILOT = league.RESULTS / "league_pilot.jsonl"
 HIGHER, LOWER = "▲", "▼"
 
 
@@ -149,7 +150,9 @@ def _table_cell(all_cells: League, cell: Cell) -> str:
     if cell.interval.count > 1:
         text += f" ± {cell.interval.half_width:.3f}"
     if (difference := all_cells.compared.get((cell.method, cell.lag))) is not None:
-        text += f" ({difference.mean:+.3f} ± {difference.half_width:.3f}{all_cells.mark(cell.method, cell.lag)})"
+        text += f" ({difference.mean:+.3f} ± {difference.half_width:.3f}"
+        adjusted = all_cells.adjusted[cell.method, cell.lag]
+        text += f", p = {adjusted:.2g}{all_cells.mark(cell.method, cell.lag)})"
     if not cell.is_complete:
         text += f" [{len(cell.scores)} of {len(TEST_SEEDS)} seeds]"
     return f"{text}, {cell.rate:.0e}".replace("e-0", "e-")
@@ -171,11 +174,11 @@ def verdict(all_cells: League, lag: str) -> str:
     def listed(mark: str) -> str:
         return ", ".join(f"`{m}` ({all_cells.compared[m, lag].mean:+.2f})" for m in by_mark[mark]) or "none"
 
-    same = ", ".join(f"`{method}`" for method in by_mark[""]) or "none"
     others = len(methods()) - 1
     return (
         f"**{name}** ({len(tested)} of {others} methods are compared with `{BASELINE}`, which has "
-        f"{baseline.interval.mean:.2f}): higher: {listed(HIGHER)}; lower: {listed(LOWER)}; no difference seen: {same}."
+        f"{baseline.interval.mean:.2f}): higher: {listed(HIGHER)}; lower: {listed(LOWER)}; not "
+        f"distinguished: {listed('')}."
     )
 
 
@@ -232,6 +235,21 @@ def task_text(rows: Iterable[Row]) -> str:
         short, long = (statistics.fmean(row["test_by_length"][key] for row in tested) for key in (shortest, longest))
         text += f" `{BASELINE}` ends at {short:.2f} with {shortest} digits and at {long:.2f} with {longest}."
     return text
+
+
+def pilot_text(rows: Sequence[Row]) -> str:
+    """Return the section on the rows that were made before the start models were alike."""
+    if not rows:
+        return ""
+    pilot = League(rows)
+    starts = [row["start"]["test"] for row in rows]
+    explanation = (
+        f"{len(rows)} earlier runs ([league_pilot.jsonl](../../tests/benchmarks/results/{PILOT.name})) followed the "
+        "same rules, but their start models had 100 or 120 supervised steps and between "
+        f"{min(starts):.2f} and {max(starts):.2f} on the test problems. The league's start models were therefore made "
+        f"alike, and the pilot's rows are not used above. {power_text(pilot)}"
+    )
+    return "\n\n".join(["## Pilot", _filled(explanation), table(rows)])
 
 
 def comparison(own: Sequence[Row], committed: Sequence[Row]) -> str:
@@ -339,11 +357,12 @@ def page(rows: Sequence[Row]) -> str:
         "## Table",
         _filled(
             "Mean test pass@1 ± 95 % interval over seeds; in brackets the difference to "
-            f"`{BASELINE}` ± 95 % interval (not corrected), with {HIGHER} or {LOWER} if it is one by the rules above; "
-            "then the selected learning rate."
+            f"`{BASELINE}` ± 95 % interval (not corrected) and the corrected p-value, with {HIGHER} or {LOWER} if it "
+            "is reported as a difference by the rules above; then the selected learning rate."
         ),
         table(rows),
         failures_text(all_cells),
+        pilot_text(league.read(PILOT)),
     ]
     return "\n\n".join(parts) + "\n"
 

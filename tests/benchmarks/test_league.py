@@ -148,7 +148,7 @@ def test_differences_that_the_rows_show():
     pooled = statistics.fmean(statistics.variance(d) * (len(d) - 1) for d in differences) * 3 / (9 + 9 + 3)
     assert all_cells.deviation == pytest.approx(pooled**0.5)
     sentence = league_report.verdict(all_cells, LAG)
-    assert f"higher: `{better}` (+0.10); lower: none; no difference seen: `{equal}`" in sentence
+    assert f"higher: `{better}` (+0.10); lower: none; not distinguished: `{equal}` (+0.00)" in sentence
     assert f"`{BASELINE}` has 0 of 10 runs" in league_report.verdict(all_cells, LAGS[1])
 
 
@@ -202,7 +202,7 @@ def test_the_sets_of_problems_are_disjoint_and_graded():
 
 
 def test_a_run_of_two_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(league_arm, "WARM_STEPS", [2])
+    monkeypatch.setattr(league_arm, "START", 0.0)
     monkeypatch.setattr(league_arm, "SIZES", {"validation": 8, "test": 8, "train": 64})
     job = Job("select", "grpo", "64", 1e-3, 3)
     result = league_arm.run(job, tmp_path, ("--data.num_rollouts=2",))
