@@ -18,7 +18,7 @@ import tempfile
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Study:
     """Claim of the paper."""
     baseline: str
     arms: Arms = field(default_factory=dict)
+    rows_of: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Arms with the settings of another study's arm, which are not run again: study and arm by the own name."""
 
 
 def overlay(name: str) -> str:
@@ -96,6 +98,13 @@ PAPER_B = {
     "asymre": "AsymRE",
 }
 
+TAUGHT = {
+    "neither, β = 0": [NO_MASK, "--model.loss.init_args.kl_coef=0", "--reference_refresh=null"],
+    "RL-ZVP (β = 0)": [overlay("algorithms/rl_zvp")],
+    "MCPO (β = 0)": [overlay("algorithms/mcpo")],
+}
+"""Treatments of groups whose rewards are all equal, without a KL to the reference, as RL-ZVP and MCPO have none."""
+
 STUDIES = {
     "ablation": Study(
         title="Paper A: the ablation",
@@ -111,13 +120,18 @@ STUDIES = {
     ),
     "zero_variance": Study(
         title="Groups whose rewards are all equal",
-        claim="DAPO samples them again; Mroueh et al. mask them",
+        claim="DAPO samples them again; Mroueh et al. mask them; RL-ZVP and MCPO learn from them",
         baseline="neither",
         arms={
             "neither": [period(1), NO_MASK],
             "mask": [period(1)],
             "sampled again": [period(1), NO_MASK, "--data.dynamic_sampling.max_rounds=4"],
+            **{name: [period(1), *own] for name, own in TAUGHT.items()},
+            "v = 10: neither": [period(10), NO_MASK],
+            "v = 10: mask": [period(10)],
+            **{f"v = 10: {name}": [period(10), *own] for name, own in TAUGHT.items()},
         },
+        rows_of={"v = 10: neither": ("ablation", "(10, 1)"), "v = 10: mask": ("ablation", "(10, 1) + mask")},
     ),
     "deviation": Study(
         title="Small groups and the estimate of the standard deviation",
@@ -222,7 +236,7 @@ def planned(names: list[str], seeds: int) -> Iterator[tuple[str, str, int]]:
     for seed in range(seeds):
         for name in names:
             for arm in STUDIES[name].arms:
-                if (name, arm, seed) not in done:
+                if (name, arm, seed) not in done and arm not in STUDIES[name].rows_of:
                     yield name, arm, seed
 
 
@@ -239,11 +253,12 @@ def launch(names: list[str], seeds: int, workers: int) -> None:
 
 def by_arm(study: str) -> dict[str, dict[int, dict[str, Any]]]:
     """Return the rows of a study by arm and seed."""
-    found: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in read():
-        if row["study"] == study and "error" not in row:
-            found[row["arm"]][row["seed"]] = row
-    return {arm: found[arm] for arm in STUDIES[study].arms if arm in found}
+        if "error" not in row:
+            found[row["study"], row["arm"]][row["seed"]] = row
+    names = {arm: (study, arm) for arm in STUDIES[study].arms} | STUDIES[study].rows_of
+    return {arm: found[key] for arm, key in names.items() if key in found}
 
 
 def table(study: str) -> str:
@@ -315,7 +330,45 @@ def draw(study: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-VERDICTS = {
+def compared(study: str, arm: str, other: str) -> str:
+    """Return how the final pass@1 of an arm compares with that of another, paired by seed."""
+    from lgrpo.report.intervals import paired_difference
+
+    finals = [{seed: row["pass@1"][-1] for seed, row in by_arm(study)[name].items()} for name in (arm, other)]
+    difference = paired_difference(*finals)
+    interval = f"{_short(difference)}, {difference.count} seeds"
+    if abs(difference.mean) <= difference.half_width:
+        return f"does not differ significantly from {other} ({interval})"
+    return f"ends {'higher' if difference.mean > 0 else 'lower'} than {other} ({interval})"
+
+
+def zero_variance_verdict() -> str:
+    """Return the summary of the study on groups whose rewards are all equal."""
+    rows = by_arm("zero_variance")
+
+    def spread(arm: str) -> float:
+        return statistics.fmean(row["reward_spread"] for row in rows[arm].values())
+
+    parts = [
+        f"per step, sampling these groups again {compared('zero_variance', 'sampled again', 'neither')}, "
+        f"with a spread of {spread('sampled again'):.3f} against {spread('neither'):.3f}. The table counts completions "
+        "that are trained on; discarded ones come on top.",
+        f"The mask {compared('zero_variance', 'mask', 'neither')}.",
+    ]
+    for prefix, when in (("", "At v = 1"), ("v = 10: ", "At v = 10")):
+        zvp, mcpo = (
+            compared("zero_variance", f"{prefix}{name} (β = 0)", f"{prefix}neither, β = 0").replace(prefix, "")
+            for name in ("RL-ZVP", "MCPO")
+        )
+        parts.append(f"{when}, RL-ZVP {zvp}, and MCPO {mcpo}.")
+    parts.append(
+        "RL-ZVP differs from that arm in these groups, and in the ε of the advantage. MCPO also has a wider upper "
+        "clip, a mean over completions and another scale of the advantage."
+    )
+    return " ".join(parts)
+
+
+VERDICTS: dict[str, str | Callable[[], str]] = {
     "ablation": (
         "v = 10 matches v = 1 to 0.02, with a tenth of the syncs: confirmed. The mask changes neither pass@1 nor the "
         "spread significantly, so its stabilising effect is not visible on this task (β is 0.01, and no seed is "
@@ -323,11 +376,7 @@ VERDICTS = {
         "paper says. But they have then seen a tenth of the completions; (1, 1) was at 0.50 after twice as many, so "
         "per completion reuse is ahead here."
     ),
-    "zero_variance": (
-        "sampling these groups again with other prompts ends 0.08 higher (0.076 ± 0.022) and with a smaller spread "
-        "(0.056 against 0.095), per step: the table counts completions that are trained on, and discarded ones come on "
-        "top. The mask has no significant effect."
-    ),
+    "zero_variance": zero_variance_verdict,
     "deviation": (
         "no estimate differs significantly from another at any G, 4 included: the bias of small groups costs nothing "
         "here. Fewer and larger groups (G = 16) end slightly lower, at the limit of significance; a step has 128 "
@@ -354,7 +403,7 @@ VERDICTS = {
         "ends near REINFORCE, of which it is half the loss (0.46 at v = 20, 0.37 offline)."
     ),
 }
-"""Summary of each study. The texts contain numbers, so they must be rewritten when seeds are added."""
+"""Summary of each study, or a function that computes it. Texts with numbers must be rewritten when seeds are added."""
 
 INTRODUCTION = """# Results
 
@@ -375,7 +424,8 @@ tokens.
 - *Seconds* is the time of a run, median over seeds, two runs at a time on two cores. Seeds were run on several days,
   partly with other load, so it shows the cost of a row, not which is faster.
 
-All 670 runs take about two and a half hours; the command can be stopped and restarted.
+All {runs} runs, ten seeds an arm, take about three hours; the command can be stopped and restarted. Arms that have
+fewer seeds so far are compared over those.
 
 Such a small task shows how the algorithms compare on it, not how they would at 7B. **No row was run on a GPU**, except
 for those of the real model and in the last section."""
@@ -427,7 +477,8 @@ effect of that.
 
 def page() -> str:
     """Return the page with all studies that have rows."""
-    parts = [INTRODUCTION, real_model_report.section(), SMALL_TASK]
+    runs = SEEDS * sum(len(study.arms) - len(study.rows_of) for study in STUDIES.values())
+    parts = [INTRODUCTION, real_model_report.section(), SMALL_TASK.format(runs=runs)]
     for name, study in STUDIES.items():
         parts.append(f"## {study.title}\n\nThe claim: {study.claim}.")
         if not by_arm(name):
@@ -436,7 +487,9 @@ def page() -> str:
         picture = f"../../tests/benchmarks/results/study_{name}.png"
         parts += [f"![{study.title}]({picture})", table(name)]
         if name in VERDICTS:
-            parts.append(textwrap.fill(f"**Here:** {VERDICTS[name]}", 120, break_on_hyphens=False))
+            verdict = VERDICTS[name]
+            text = verdict() if callable(verdict) else verdict
+            parts.append(textwrap.fill(f"**Here:** {text}", 120, break_on_hyphens=False))
     return "\n\n".join([*parts, ON_A_GPU.format(gsm8k=gsm8k.table())])
 
 

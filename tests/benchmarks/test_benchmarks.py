@@ -484,6 +484,30 @@ def test_demo_with_several_seeds(tmp_path, monkeypatch, capsys):
     assert "| 1 | 0.500 | 0.750 | 0.010 | 2 | 3 | 2 | 1 | 0.1 to 1.2 |" in capsys.readouterr().out
 
 
+def test_rows_of_another_study_have_the_same_settings():
+    for study in studies.STUDIES.values():
+        for arm, (other, name) in study.rows_of.items():
+            assert study.arms[arm] == studies.STUDIES[other].arms[name]
+
+
+def test_a_computed_verdict_follows_the_rows(monkeypatch, tmp_path):
+    def finals(**arms):
+        rows = [
+            {"study": "zero_variance", "arm": arm, "seed": seed, "pass@1": [0.3, value + 0.01 * seed]}
+            for arm, value in arms.items()
+            for seed in range(4)
+        ]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    monkeypatch.setattr(studies, "ROWS", tmp_path / "rows.jsonl")
+    finals(mask=0.9, neither=0.8)
+    assert studies.compared("zero_variance", "mask", "neither").startswith("ends higher than neither (0.100 ± 0.0")
+    finals(mask=0.7, neither=0.8)
+    assert studies.compared("zero_variance", "mask", "neither").startswith("ends lower than neither (-0.100 ± 0.0")
+    finals(mask=0.8, neither=0.8)
+    assert studies.compared("zero_variance", "mask", "neither").startswith("does not differ significantly")
+
+
 def test_results_page_shows_the_kept_rows():
     assert studies.PAGE.read_text(encoding="utf-8") == studies.page()
 
