@@ -37,6 +37,8 @@ class Prompt:
     """Dataset row the prompt was rendered from."""
     position: int
     """Index in the whole run, from 0. Together with the seed and the sibling index it keys the random stream."""
+    chat: Mapping[str, Any] | None = None
+    """Further arguments of the chat template that rendered it; None if it is plain text."""
 
 
 class Span(NamedTuple):
@@ -51,16 +53,16 @@ class Span(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """One answer sampled from a behaviour policy, or recorded."""
+    """One answer sampled from a behaviour policy, or recorded; with an environment, an episode of several turns."""
 
     token_ids: list[int]
-    """Sampled tokens, including the end-of-sequence token. May be empty: such a completion has a reward, but nothing
-    to train on."""
+    """Sampled tokens, including the end-of-sequence token, and between turns the observed ones. May be empty: such a
+    completion has a reward, but nothing to train on. The first and the last token are sampled."""
     logprobs: list[float]
     """log π_α of each token under the distribution it was drawn from (temperature and truncation applied); NaN if a
-    recording has none."""
+    recording has none; 0 for observed tokens."""
     text: str
-    """Decoded answer, without special tokens and without the stop string that ended it."""
+    """Decoded answer, without special tokens and without the stop string that ended it; the last turn of an episode."""
     finish_reason: Literal["stop", "length"] | None
     """Why it ended; None if it is unfinished, and will be continued (``data.partial``)."""
     behaviour_step: int
@@ -71,6 +73,31 @@ class Completion:
     """Its first tokens, if these were sampled from earlier weights."""
     reward: float | None = None
     """Recorded score; None if the completion still has to be scored."""
+    observed: tuple[tuple[int, int], ...] = ()
+    """Ranges of tokens, [start, stop), that an environment wrote, in order."""
+    turn_rewards: tuple[float, ...] | None = None
+    """Reward of each turn from an environment; None if there was none."""
+    failure: tuple[str, str] | None = None
+    """Kind and reason of the failure of an environment that ended the episode."""
+    num_errors: int = 0
+    """Number of mistakes of the model that the environment reported, such as tool calls that cannot be read."""
+
+    @property
+    def turns(self) -> list[tuple[int, int]]:
+        """Ranges of tokens, [start, stop), that were sampled, in order: one without an environment.
+
+        >>> one = Completion(token_ids=[5, 6, 7, 8, 9], logprobs=[-1, -1, 0, 0, -1], text="", finish_reason="stop",
+        ...                  behaviour_step=0, observed=((2, 4),))
+        >>> one.turns, one.num_sampled
+        ([(0, 2), (4, 5)], 3)
+        """
+        starts = [0, *(stop for _, stop in self.observed)]
+        return list(zip(starts, [*(start for start, _ in self.observed), len(self.token_ids)], strict=True))
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.token_ids) - sum(stop - start for start, stop in self.observed)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -102,9 +129,9 @@ class RolloutBatch:
     tokens: Tensor
     """[B, T] int64: prompt, completion, padding."""
     attention_mask: Tensor
-    """[B, T] bool: prompt and completion, not padding."""
+    """[B, T] bool: prompt, completion and observations, not padding."""
     completion_mask: Tensor
-    """[B, T] bool: sampled tokens."""
+    """[B, T] bool: sampled tokens. Observations of an environment, which are between turns, are not among them."""
     loss_mask: Tensor
     """[B, T] bool: tokens that contribute to the loss."""
     behaviour_logprobs: Tensor
@@ -138,6 +165,8 @@ class RolloutBatch:
     """[B, T] log π_k(token) if known beforehand; otherwise the module stores it in the first pass."""
     reward_parts: Tensor | None = None
     """[B, 2, K] float32: each reward of a weighted sum, and its weight; None if the reward is not a sum."""
+    turn_rewards: Tensor | None = None
+    """[B, T] float32: reward of each turn at its last token, 0 elsewhere; None without an environment."""
     zero_variance: Tensor | None = None
     """[B] bool: completions of groups whose rewards are all equal, set with the advantages."""
     totals: StepTotals = field(default_factory=StepTotals)
@@ -185,9 +214,14 @@ class RolloutBatch:
         """Return [B, T] float32: optimizer steps since each token was sampled; NaN for recorded ones."""
         return _lag(step, self.token_steps)
 
+    def columns(self, row: int) -> slice:
+        """Return the columns of a completion, from its first to its last sampled token."""
+        sampled = self.completion_mask[row].nonzero()
+        return slice(int(sampled[0]), int(sampled[-1]) + 1) if len(sampled) else slice(0, 0)
+
     def spans(self, row: int) -> list[tuple[int, int]]:
         """Return the parts of a completion: number of tokens, and their behaviour step."""
-        steps = self.token_steps[row][self.completion_mask[row]].tolist()
+        steps = self.token_steps[row][self.columns(row)].tolist()
         return [(len(list(part)), step) for step, part in groupby(steps)] or [(0, int(self.first_step[row]))]
 
     @property

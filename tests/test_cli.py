@@ -191,6 +191,7 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")
     only_sometimes |= {"val/reward_failures", *(f"reward/{kind}" for kind in failures)}  # rewards in workers
     only_sometimes |= {f"environment/{kind}" for kind in failures}  # with an environment
+    only_sometimes |= {f"rollout/{name}" for name in ("turns", "observed_length", "model_errors")}
     only_sometimes |= {n for n in explained if n.startswith(("monitor/", "calibration/", "sync/"))}  # tested elsewhere
     writes = ("checkpoint_writes", "file_writes", "logger_writes")
     only_sometimes |= {f"fault/{kind}" for kind in ("nonfinite_steps", *writes)}  # after a failure

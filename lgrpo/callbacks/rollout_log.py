@@ -59,15 +59,17 @@ class RolloutLog(RolloutCallback):
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
         data = rollout_owner(trainer)
         tokenizer = data.tokenizer
-        sampled = batch.completion_mask[i]
+        sampled, own = batch.completion_mask[i], batch.columns(i)
+        prompt = batch.attention_mask[i].clone()
+        prompt[own] = False
         behaviour_step = None if bool(batch.is_recorded[i]) else int(batch.first_step[i])
         spans = batch.spans(i)
         versions: dict[int | None, int] = {record.step: record.version for record in data.engine.state.ledger}
         values = (
             batch.rollout,
             trainer.global_step,
-            tokenizer.decode(batch.tokens[i][batch.attention_mask[i] & ~sampled]),
-            tokenizer.decode(batch.tokens[i][sampled]),
+            tokenizer.decode(batch.tokens[i][prompt]),
+            tokenizer.decode(batch.tokens[i][own]),
             None if bool(batch.rewards[i].isnan()) else round(float(batch.rewards[i]), 6),
             round(float(batch.advantages[i][sampled][0]), 6) if bool(sampled.any()) else None,
             bool(batch.loss_mask[i].any()),

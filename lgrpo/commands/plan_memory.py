@@ -127,7 +127,7 @@ def _engine_class(config: Namespace) -> Any:
     """Return the class of the engine that samples."""
     engine = config.data.engine
     while engine is not None and "engine" in engine.init_args and "num_processes" not in engine.init_args:
-        engine = engine.init_args.engine  # of a ReplayEngine
+        engine = engine.init_args.engine  # of a ReplayEngine or an EnvironmentEngine
     return TransformersEngine if engine is None else locate(engine.class_path)
 
 

@@ -49,6 +49,9 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
     column = torch.arange(width)
     attention_mask = column < (starts + lengths)[:, None]
     completion_mask = attention_mask & (column >= starts[:, None])
+    for row, completion in enumerate(completions):
+        for start, stop in completion.observed:
+            completion_mask[row, starts[row] + start : starts[row] + stop] = False
     return RolloutBatch(
         tokens=torch.from_numpy(tokens),
         attention_mask=attention_mask,
@@ -57,6 +60,7 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
         behaviour_logprobs=torch.from_numpy(logprobs),
         rewards=as_rewards(scores),
         reward_parts=as_reward_parts(scores),
+        turn_rewards=_turn_rewards(completions, starts, width),
         advantages=torch.zeros(size, width),
         behaviour_step=_behaviour_steps(completions, starts, width),
         positions=torch.tensor([p.position for p in prompts]),
@@ -82,6 +86,17 @@ def _behaviour_steps(completions: Sequence[Completion], starts: Tensor, width: i
             steps[row, :end] = span.step
             end -= span.num_tokens
     return steps
+
+
+def _turn_rewards(completions: Sequence[Completion], starts: Tensor, width: int) -> Tensor | None:
+    """Return the reward of each turn at its last token; None if a completion has none."""
+    if any(c.turn_rewards is None for c in completions):
+        return None
+    rewards = torch.zeros(len(completions), width)
+    for row, completion in enumerate(completions):
+        for (_, stop), reward in zip(completion.turns, completion.turn_rewards or (), strict=False):
+            rewards[row, int(starts[row]) + stop - 1] = reward
+    return rewards
 
 
 def as_rewards(scores: Sequence[Score]) -> Tensor:
@@ -117,17 +132,34 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
     """Return the completions of a batch as the engine returned them."""
     completions = []
     for row in range(len(batch)):
-        sampled = batch.completion_mask[row]
-        token_ids = batch.tokens[row][sampled].tolist()
+        own = batch.columns(row)
+        token_ids = batch.tokens[row][own].tolist()
+        observed = _ranges(~batch.completion_mask[row][own])
+        last_turn = token_ids[observed[-1][1] if observed else 0 :]
+        ends = [start - 1 for start, _ in observed] + [len(token_ids) - 1] * bool(token_ids)
+        rewards = None if batch.turn_rewards is None else batch.turn_rewards[row][own][ends].tolist()
         spans = [Span(*span, UNKNOWN_VERSION) for span in batch.spans(row)]
         completions.append(
             Completion(
                 token_ids=token_ids,
-                logprobs=batch.behaviour_logprobs[row][sampled].tolist(),
-                text=completion_text(token_ids, sampling.stop or [], tokenizer),
+                logprobs=batch.behaviour_logprobs[row][own].tolist(),
+                text=completion_text(last_turn, sampling.stop or [], tokenizer),
                 finish_reason="length" if bool(batch.truncated[row]) else "stop",
                 behaviour_step=spans[-1].step,
                 earlier=tuple(spans[:-1]),
+                observed=observed,
+                turn_rewards=None if rewards is None else tuple(rewards),
             )
         )
     return completions
+
+
+def _ranges(mask: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return where a mask is true, as ranges.
+
+    >>> _ranges(torch.tensor([True, False, True, True]))
+    ((0, 1), (2, 4))
+    """
+    changes = torch.diff(mask.int(), prepend=torch.zeros(1), append=torch.zeros(1))
+    starts, stops = (changes == 1).nonzero().flatten().tolist(), (changes == -1).nonzero().flatten().tolist()
+    return tuple(zip(starts, stops, strict=True))

@@ -13,9 +13,10 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lgrpo.advantages import Advantage, GroupWhitened
-from lgrpo.checks import check_count, check_instance
+from lgrpo.checks import check_count
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
 from lgrpo.data.difficulty import DifficultySampling
+from lgrpo.data.episodes import connect_environment
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, check_names, skip_validation
 from lgrpo.data.partial import PartialRollouts, checked_partial
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
@@ -103,8 +104,7 @@ class RolloutDataModule(L.LightningDataModule):
         super().__init__()
         self.task = task
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
-        check_instance("task", task, Task, "a Task, such as lgrpo.tasks.GSM8K()")
-        check_instance("engine", self.engine, RolloutEngine, "a RolloutEngine, such as lgrpo.engines.VLLMEngine()")
+        connect_environment(task, self.engine)
         counts = {"num_prompts": num_prompts, "reuse": reuse, "num_rollouts": num_rollouts}
         counts |= {"micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": max_prompt_tokens}
         for name, value in counts.items():
@@ -264,6 +264,7 @@ class RolloutDataModule(L.LightningDataModule):
             "data.partial": describe(self.partial),
             "data.generate_ahead": self.generate_ahead,
             "data.behaviour_logprobs": self.behaviour_logprobs,
+            **self.engine.resume_settings(),
         }
 
     # Rollouts
@@ -328,6 +329,7 @@ class RolloutDataModule(L.LightningDataModule):
             overlong=self.overlong_prompts,
             shuffle_seed=self.seed if is_training and self.shuffle else None,
             difficulty=self.difficulty if is_training else None,
+            tools=self.engine.tool_schemas(),
         )
 
     def _close_scorers(self) -> None:

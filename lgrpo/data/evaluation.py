@@ -105,7 +105,7 @@ class Samples:
                 "final_answers": answers,
                 "rewards": [None if reward != reward else reward for reward in rewards.tolist()],
                 "correct": correct.tolist(),
-                "num_tokens": [len(completion.token_ids) for completion in group],
+                "num_tokens": [completion.num_sampled for completion in group],
                 "finish_reasons": [completion.finish_reason for completion in group],
             }
             for prompt, group, answers, rewards, correct in zip(

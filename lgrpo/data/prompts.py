@@ -37,11 +37,14 @@ class RowRenderer:
     """Upper limit of a prompt's length."""
     overlong: Literal["error", "drop"] = "error"
     """Treatment of longer prompts."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the tools that the prompt offers."""
 
     def __call__(self, index: str, row: Mapping[str, Any]) -> Prompt | None:
         """Return the prompt of a row, checked, at position 0; None if it is too long and ``overlong`` is drop."""
         self._check(index, row)
-        text, token_ids = self.task.template.render(row, self.tokenizer, self.max_tokens * self._longest_token)
+        max_characters = self.max_tokens * self._longest_token
+        text, token_ids = self.task.template.render(row, self.tokenizer, max_characters, self.tools)
         if token_ids is None:
             length = (
                 f"{len(text)} characters, but only {self.max_tokens} tokens of up to {self._longest_token} characters"
@@ -55,7 +58,8 @@ class RowRenderer:
                     f"prompt {index} of the {self.split} set has characters the tokenizer cannot encode: {text[:200]!r}"
                 )
             if len(token_ids) <= self.max_tokens:
-                return Prompt(text=text, token_ids=token_ids, row=row, position=0)
+                chat = self.task.template.chat_arguments(self.tools)
+                return Prompt(text=text, token_ids=token_ids, row=row, position=0, chat=chat)
             length = f"{len(token_ids)} tokens, but only {self.max_tokens}"
         if self.overlong == "drop":
             return None
@@ -291,9 +295,12 @@ def load_prompts(
     overlong: Literal["error", "drop"] = "error",
     shuffle_seed: int | None = None,
     difficulty: DifficultySampling | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Prompts:
     """Return a task's prompts: a set, or a stream if the training rows are too many to keep in memory."""
-    render = RowRenderer(task=task, split=split, tokenizer=tokenizer, max_tokens=max_tokens, overlong=overlong)
+    render = RowRenderer(
+        task=task, split=split, tokenizer=tokenizer, max_tokens=max_tokens, overlong=overlong, tools=tools
+    )
     stream = task.train_stream() if split == "train" else None
     if stream is None:
         prompts = PromptSet(render, shuffle_seed, difficulty)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.checks import check_count, check_range
 from lgrpo.data.collate import Group, as_rewards, collate_rollout, completions_of
+from lgrpo.data.episodes import episode_metrics
 from lgrpo.data.partial import PartialRollouts, PartialSampler
 from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
@@ -190,8 +191,9 @@ class RolloutSampler:
         """Return the rollout of some groups, with the metrics of their scores."""
         batch = collate_rollout(groups, self.tokenizer.pad_token_id, self.sampling, rollout)
         batch.metrics = self.scorer.failures([group.scores for group in groups])
+        completions = [completion for group in groups for completion in group.completions]
+        batch.metrics |= episode_metrics(completions)
         if self._partial is not None or (self.pause is not None and self.pause.is_allowed):
-            completions = [completion for group in groups for completion in group.completions]
             batch.metrics["rollout/continued_fraction"] = sum(bool(c.earlier) for c in completions) / len(completions)
         return batch
 

@@ -2,6 +2,7 @@
 
 from lgrpo.engines.base import BORROWED, EngineState, NoWeightsError, RolloutEngine
 from lgrpo.engines.completions import Generation, OnGroup, Sampling, completion_text
+from lgrpo.engines.environment import EnvironmentEngine
 from lgrpo.engines.manifest import SyncRecord, WeightSyncError
 from lgrpo.engines.pool.engine import EnginePool
 from lgrpo.engines.recovery import EngineError, Faults, Timeouts
@@ -14,6 +15,7 @@ __all__ = [
     "EngineError",
     "EnginePool",
     "EngineState",
+    "EnvironmentEngine",
     "Faults",
     "Generation",
     "NoWeightsError",

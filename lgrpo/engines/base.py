@@ -16,6 +16,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from lgrpo.engines.completions import Generation, OnGroup, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import EngineError, Faults
+from lgrpo.environments import Environment
+from lgrpo.run.resume import ResumeSettings
 from lgrpo.types import Completion, PolicyWeights, Prompt
 
 BORROWED = -1
@@ -125,6 +127,18 @@ class RolloutEngine(ABC):
             group_size: Completions of each prompt.
             sampling: How completions are drawn.
         """
+
+    def set_environment(self, environment: Environment) -> bool:
+        """Let the environment of a task answer each turn; return whether the engine samples several turns at all."""
+        return False
+
+    def resume_settings(self) -> ResumeSettings:
+        """Return settings, by their names in a config, that a resumed run should share with its checkpoint."""
+        return {}
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the tools that prompts offer; none by default."""
+        return []
 
     def adopt(self, other: RolloutEngine) -> bool:
         """Take the processes and memory of an idle engine, so that nothing has to be started; return whether it can.

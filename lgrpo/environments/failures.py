@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import Counter
-from typing import get_args
 
 from lgrpo.environments.episodes import EpisodeFailure
-from lgrpo.rewards.base import Failure
 
 
 class EpisodeFailures:
-    """Counts failed episodes by kind, and shows the first one to the user. Thread-safe.
+    """Counts failed episodes, and shows the first one to the user. Thread-safe.
 
-    Call ``add_start`` after each reset that succeeded and ``add`` for each episode that failed; ``check`` from time to
-    time, such as after each generation; and ``metrics`` once per rollout.
+    Call ``add_start`` after each reset that succeeded and ``add`` for each episode that failed, and ``check`` from time
+    to time, such as after each generation.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +22,6 @@ class EpisodeFailures:
         """
         self.name = name
         self._lock = threading.Lock()
-        self._kinds: Counter[Failure] = Counter()
         self._num_started = self._num_failed = self._num_failed_resets = 0
         self._first: EpisodeFailure | None = None
         self._has_warned = False
@@ -38,17 +34,9 @@ class EpisodeFailures:
     def add(self, failure: EpisodeFailure) -> None:
         """Count an episode that failed."""
         with self._lock:
-            self._kinds[failure.kind] += 1
             self._num_failed += 1
             self._num_failed_resets += failure.method == "reset"
             self._first = self._first or failure
-
-    def metrics(self) -> dict[str, float]:
-        """Return the number of failures since the last call, in all and by kind; always the same names."""
-        with self._lock:
-            kinds, self._kinds = self._kinds, Counter()
-        counts = {f"environment/{kind}": float(kinds[kind]) for kind in get_args(Failure)}
-        return {"environment/failures": float(kinds.total())} | counts
 
     def check(self) -> None:
         """Warn of the first failure; raise an error if no episode has ever started."""

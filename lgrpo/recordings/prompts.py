@@ -116,14 +116,23 @@ class _RecordedTemplate(Template):
         return set()
 
     def render(
-        self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_characters: float = math.inf
+        self,
+        row: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        max_characters: float = math.inf,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[str, list[int] | None]:
         if _TEXT not in row:
-            return self.inner.render(row, tokenizer, max_characters)
+            return self.inner.render(row, tokenizer, max_characters, tools)
         text = row[_TEXT]
         if token_ids := self.recorded[text]["prompt_token_ids"]:
             return text, token_ids
         return text, None if len(text) > max_characters else tokenizer(text).input_ids
 
-    def text(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-        return row[_TEXT] if _TEXT in row else self.inner.text(row, tokenizer)
+    def chat_arguments(self, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
+        return self.inner.chat_arguments(tools)
+
+    def text(
+        self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        return row[_TEXT] if _TEXT in row else self.inner.text(row, tokenizer, tools)

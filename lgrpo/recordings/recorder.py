@@ -123,6 +123,8 @@ class RolloutRecorder(RolloutCallback):
                     "behaviour_step": step,
                     "version": None if step is None else versions.get(step),
                     "spans": spans if len(spans) > 1 else None,
+                    "observed": [{"start": start, "stop": stop} for start, stop in completion.observed] or None,
+                    "turn_rewards": completion.turn_rewards,
                 }
             )
         return rows

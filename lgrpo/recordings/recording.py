@@ -46,12 +46,17 @@ SCHEMA = pa.schema(
         ("version", pa.int64()),
         # tokens of each behaviour step, if a completion has several; behaviour_step is the first one then
         ("spans", pa.list_(pa.struct([("tokens", pa.int32()), ("step", pa.int64()), ("version", pa.int64())]))),
+        # ranges of tokens that an environment wrote, and its reward of each turn
+        ("observed", pa.list_(pa.struct([("start", pa.int32()), ("stop", pa.int32())]))),
+        ("turn_rewards", pa.list_(pa.float32())),
     ]
 )
 """Schema of a recording. Files of other programs need only ``prompt`` and ``completion``."""
 
 _KEY = b"lgrpo"
 _FORMAT = 1
+_ADDED = ("spans", "observed", "turn_rewards")
+"""Columns that older recordings do not have."""
 _LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "finish_reason"}
 """Columns that hold lists over all siblings of a prompt, and their names for one completion."""
 
@@ -191,14 +196,20 @@ def _completion(row: Mapping[str, Any], keeps_reward: bool) -> Completion:
     reward: float | None = row["reward"] if keeps_reward else None
     if reward is not None and row["failed"]:
         reward = FailedScore(reward, "errors", "it failed when it was recorded")
+    observed = tuple((part["start"], part["stop"]) for part in row["observed"] or [])
+    logprobs = row["logprobs"] or [math.nan] * len(row["token_ids"])
+    for start, stop in observed:
+        logprobs[start:stop] = [0.0] * (stop - start)
     return Completion(
         token_ids=row["token_ids"],
-        logprobs=row["logprobs"] or [math.nan] * len(row["token_ids"]),
+        logprobs=logprobs,
         text=row["completion"],
         finish_reason=row["finish_reason"],
         behaviour_step=RECORDED,
         version=RECORDED,
         reward=reward,
+        observed=observed,
+        turn_rewards=None if row["turn_rewards"] is None else tuple(row["turn_rewards"]),
     )
 
 
@@ -230,8 +241,8 @@ def _read_parquet(path: str) -> tuple[pa.Table, dict[str, Any] | None]:
         raise ValueError(f"{path} is not a valid Parquet file: {error}") from error
     if table is None:
         return _read_rows(path), None
-    if "spans" not in table.column_names:  # recorded before completions could have several
-        table = table.append_column(SCHEMA.field("spans"), pa.nulls(len(table), SCHEMA.field("spans").type))
+    for name in (name for name in _ADDED if name not in table.column_names):
+        table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise ValueError(f"{path} is a recording without {missing}; it has {table.column_names}")
     table = table.select(SCHEMA.names).replace_schema_metadata(None).cast(SCHEMA)

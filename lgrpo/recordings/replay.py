@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Literal, final
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lgrpo.checks import check_count, check_range
-from lgrpo.engines.base import BORROWED, EngineState, RolloutEngine
+from lgrpo.engines.base import BORROWED, RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
-from lgrpo.engines.manifest import SyncRecord, WeightManifest
-from lgrpo.engines.recovery import EngineError, Faults
+from lgrpo.engines.recovery import EngineError
 from lgrpo.engines.transformers import TransformersEngine
+from lgrpo.engines.wrapper import WrapperEngine
 from lgrpo.recordings.priority import draw, recent_groups, recorded_priorities
 from lgrpo.recordings.recording import RecordedGroup, Recording
 from lgrpo.recordings.tokens import check_completion_lengths, check_sampling, tokenised
@@ -24,7 +22,7 @@ from lgrpo.types import Completion, PolicyWeights, Prompt
 
 
 @final
-class ReplayEngine(RolloutEngine):
+class ReplayEngine(WrapperEngine):
     """Returns recorded completions for prompts; an inner engine samples the rest, and everything for validation.
 
     The seed and a prompt's position decide whether its group is recorded, and which recorded group is used. If the
@@ -60,17 +58,14 @@ class ReplayEngine(RolloutEngine):
             max_age: Largest age of a recorded completion that is used, in rollouts before the last recorded one; by
                 default any.
         """
-        super().__init__()
+        super().__init__(TransformersEngine() if engine is None else engine)
         check_range("data.engine.share", share, at_least=0, at_most=1)
         check_count("data.engine.siblings", siblings, at_least=1)
         check_range("data.engine.priority", priority, at_least=0, at_most=50, reason="it is an exponent")
         check_count("data.engine.max_age", max_age, at_least=0)
         self.path = path
-        self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
         if self.engine.replays:
             raise ValueError("a ReplayEngine cannot contain another one: pass a list of paths instead")
-        self.can_overlap, self.has_own_device = self.engine.can_overlap, self.engine.has_own_device
-        self.dtype = self.engine.dtype
         self.share = share
         self.siblings = siblings
         self.rewards: Literal["recorded", "task"] = rewards
@@ -81,12 +76,6 @@ class ReplayEngine(RolloutEngine):
         self._by_prompt: dict[str, list[RecordedGroup]] = {}
         self._priorities: list[float] = []
         self._num_without_logprobs = 0
-
-    def check_installed(self) -> None:
-        self.engine.check_installed()
-
-    def adopt(self, other: RolloutEngine) -> bool:
-        return isinstance(other, ReplayEngine) and self.engine.adopt(other.engine)
 
     # The recording
 
@@ -213,24 +202,6 @@ class ReplayEngine(RolloutEngine):
                 lambda i, sampled, indices=indices: complete(indices[i], sampled),  # type: ignore[misc]
             )
 
-    # Weights are the inner engine's
-
-    @property
-    def state(self) -> EngineState:
-        return self.engine.state
-
-    @property
-    def faults(self) -> Faults:
-        return self.engine.faults
-
-    def load_weights(self, weights: PolicyWeights, step: int, num_rollouts: int | None = None) -> SyncRecord:
-        return self.engine.load_weights(weights, step, num_rollouts)
-
-    @contextmanager
-    def holding(self, weights: PolicyWeights, step: int) -> Iterator[None]:
-        with self.engine.holding(weights, step):
-            yield
-
     def state_dict(self) -> dict[str, Any]:
         recording = None if self._recording is None else self._recording.fingerprint
         return self.engine.state_dict() | {"recording": recording}
@@ -243,21 +214,3 @@ class ReplayEngine(RolloutEngine):
                 "continue as another run. Use the same files, or start a new run"
             )
         self.engine.load_state_dict(state, policy)
-
-    def wake(self) -> None:
-        self.engine.wake()
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def receive_weights(self, weights: PolicyWeights, step: int, version: int) -> WeightManifest:
-        return self.engine.receive_weights(weights, step, version)
-
-    def held_checksums(self, manifest: WeightManifest) -> dict[str, int]:
-        return self.engine.held_checksums(manifest)
-
-    def held_weights(self) -> dict[str, Tensor]:
-        return self.engine.held_weights()
-
-    def close(self) -> None:
-        self.engine.close()

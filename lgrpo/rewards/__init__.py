@@ -16,6 +16,7 @@ from lgrpo.rewards.base import (
 from lgrpo.rewards.code import CodeExecution
 from lgrpo.rewards.combined import WeightedSum
 from lgrpo.rewards.countdown import CountdownEquation
+from lgrpo.rewards.environment import EnvironmentReward
 from lgrpo.rewards.function import FunctionReward, as_reward
 from lgrpo.rewards.length import CompletionLength, OverlongPenalty, Shortest
 from lgrpo.rewards.match import ExactMatch, NumericMatch
@@ -31,6 +32,7 @@ __all__ = [
     "CodeExecution",
     "CompletionLength",
     "CountdownEquation",
+    "EnvironmentReward",
     "ExactMatch",
     "FailedScore",
     "Failure",

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
 from lgrpo.types import Completion, Prompt
 
@@ -23,6 +23,7 @@ class NotYet(enum.Enum):
 NOT_YET = NotYet.NOT_YET
 """Returned by a reward whose score comes later: the group waits and is scored again before each rollout."""
 
+_T = TypeVar("_T")
 Score: TypeAlias = float | NotYet
 Parts: TypeAlias = tuple[tuple[float, float], ...]
 """Scores and their weights."""
@@ -175,7 +176,7 @@ class WrappedReward(BatchReward):
         self.reward.close()
 
 
-def run_anywhere(work: Coroutine[Any, Any, list[Score]]) -> list[Score]:
+def run_anywhere(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of a coroutine, even if an event loop is already running, as in a notebook."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()

@@ -28,7 +28,7 @@ class CompletionLength(Reward):
         self.width = width
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
-        return self.of_length(len(completion.token_ids))
+        return self.of_length(completion.num_sampled)
 
     def of_length(self, length: int) -> float:
         """Return the reward of a completion of ``length`` tokens.
@@ -63,7 +63,7 @@ class Shortest(WrappedReward):
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         scores = checked_rewards(self.reward, prompts, completions)
-        bonuses = shortness([len(completion.token_ids) for completion in completions])
+        bonuses = shortness([completion.num_sampled for completion in completions])
         return [self._sum(score, bonus) for score, bonus in zip(scores, bonuses, strict=True)]
 
     def _sum(self, score: Score, bonus: float) -> Score:
@@ -97,7 +97,7 @@ class OverlongPenalty(WrappedReward):
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         scores = checked_rewards(self.reward, prompts, completions)
         return [
-            score if isinstance(score, NotYet) else combined(score - self.penalty(len(c.token_ids)), [score])
+            score if isinstance(score, NotYet) else combined(score - self.penalty(c.num_sampled), [score])
             for score, c in zip(scores, completions, strict=True)
         ]
 

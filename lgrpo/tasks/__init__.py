@@ -3,6 +3,7 @@
 from lgrpo.tasks.base import Split, Task
 from lgrpo.tasks.countdown import Countdown, GeneratedCountdown
 from lgrpo.tasks.dataset import DatasetTask, RowTask
+from lgrpo.tasks.environment import EnvironmentTask
 from lgrpo.tasks.generated import Arithmetic, SortDigits
 from lgrpo.tasks.mathematics import AIME24, GSM8K, MATH, MATH500, DeepScaleR
 from lgrpo.tasks.reasoning_gym import ReasoningGym
@@ -18,6 +19,7 @@ __all__ = [
     "Countdown",
     "DatasetTask",
     "DeepScaleR",
+    "EnvironmentTask",
     "GeneratedCountdown",
     "LocatedRow",
     "ReasoningGym",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
+from lgrpo.environments import Environment
 from lgrpo.rewards import BatchReward, as_reward
 from lgrpo.tasks.rows import Row, RowStream
 from lgrpo.tasks.template import Template
@@ -15,6 +16,9 @@ Split = Literal["train", "validation"]
 
 class Task(ABC):
     """Rows of data, a template that turns them into prompts, and a reward that scores completions."""
+
+    environment: Environment | None = None
+    """Environment that answers each turn of an episode; None if completions have one turn."""
 
     def __init__(self, template: Template, reward: BatchReward) -> None:
         self._template = template

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,29 @@ class Template:
         return _fields(self.prompt)
 
     def render(
-        self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_characters: float = math.inf
+        self,
+        row: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        max_characters: float = math.inf,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[str, list[int] | None]:
         """Return the prompt's text and its token ids; None instead of these if the text is longer than the limit."""
-        text = self.text(row, tokenizer)
+        text = self.text(row, tokenizer, tools)
         if len(text) > max_characters:
             return text, None
         return text, tokenizer(text, add_special_tokens=not self.chat).input_ids
 
-    def text(self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    def chat_arguments(self, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
+        """Return the further arguments of the chat template; None for plain text, which has no tools."""
+        if not self.chat and tools:
+            raise ValueError("tools are shown by the chat template: set template.chat to true")
+        return {**(self.chat_options or {}), **({"tools": list(tools)} if tools else {})} if self.chat else None
+
+    def text(
+        self, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """Return the prompt's text."""
+        arguments = self.chat_arguments(tools)
         if not self.chat:
             solved = [self.prompt.format_map(e) + self.example_answer.format_map(e) for e in self.examples or []]
             return self.separator.join([*solved, self.prompt.format_map(row)])
@@ -93,9 +106,7 @@ class Template:
         elif self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         messages += question
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **(self.chat_options or {})
-        )
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(arguments or {}))
 
     def check_messages(self, row: Mapping[str, Any]) -> None:
         """Raise a ``ValueError`` if a row holds a list of messages that cannot be the prompt."""

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 
+from lgrpo.data.episodes import episode_metrics
 from lgrpo.environments import EpisodeFailure, EpisodeFailures
 from lgrpo.report.names import metric_names
+from lgrpo.types import Completion
 
 
-def test_failures_are_counted_by_kind_since_the_last_call():
-    failures = EpisodeFailures("Maze")
-    for kind in ("timeouts", "errors", "errors"):
-        failures.add(EpisodeFailure(kind, "why"))
-    expected = dict.fromkeys((name for name in metric_names({}) if name.startswith("environment/")), 0.0)
-    assert failures.metrics() == expected | {
+def test_failures_are_counted_by_kind():
+    one = Completion(token_ids=[5], logprobs=[-1.0], text="", finish_reason="stop", behaviour_step=0)
+    assert episode_metrics([one]) == {}
+    episodes = [replace(one, turn_rewards=(0.0,), failure=(kind, "why")) for kind in ("timeouts", "errors", "errors")]
+    counted = {name: n for name, n in episode_metrics([*episodes, replace(one, turn_rewards=(1.0,))]).items() if n}
+    assert counted == {
+        "rollout/turns": 1.0,
         "environment/failures": 3.0,
         "environment/timeouts": 1.0,
         "environment/errors": 2.0,
     }
-    assert failures.metrics() == expected
+    assert episode_metrics(episodes).keys() <= set(metric_names({}))
 
 
 def test_the_first_failure_is_shown_once():

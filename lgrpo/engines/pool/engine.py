@@ -25,6 +25,7 @@ from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, Fa
 from lgrpo.engines.vllm.cache_size import with_cache_size
 from lgrpo.engines.vllm.engine import VLLMEngine
 from lgrpo.engines.vllm.runtime import check_context_length
+from lgrpo.engines.wrapper import WrapperEngine
 from lgrpo.types import PolicyWeights
 
 Result = TypeVar("Result")
@@ -62,7 +63,7 @@ class EnginePool(RolloutEngine):
         """
         super().__init__()
         self.engine: RolloutEngine = VLLMEngine() if engine is None else engine
-        if self.engine.replays or self.engine.has_own_device or isinstance(self.engine, EnginePool):
+        if self.engine.has_own_device or isinstance(self.engine, EnginePool | WrapperEngine):
             raise ValueError(
                 f"a {type(self.engine).__name__} in an EnginePool: only an engine that samples in its own process can "
                 "be in several, such as VLLMEngine"

@@ -23,6 +23,7 @@ from lgrpo.engines import EngineError, Timeouts, VLLMServerEngine, WeightSyncErr
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.launch import check_logprobs_mode
 from tests.engines.conftest import build_policy
+from tests.engines.episodes import check_episodes
 from tests.engines.partial import check_continued
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
 from tests.helpers import fit, tiny_policy
@@ -60,6 +61,10 @@ def test_logprobs_agree_before_and_after_a_sync_on_every_server(policy, engine):
             stale = engine.generate(questions, 5, Sampling(max_tokens=12), 0, policy.tokenizer)
             assert mismatch(policy, questions, stale) > 0.05
             engine.load_weights(policy.weights(), step=4)
+
+
+def test_episodes(policy, engine):
+    check_episodes(policy, engine, prompts(policy, *TEXTS), TOLERANCE)
 
 
 def test_samples_do_not_depend_on_the_server(policy, engine):

@@ -19,6 +19,7 @@ from lgrpo.engines import EngineError, NoWeightsError, VLLMEngine, WeightSyncErr
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.vllm.runtime import explain
 from lgrpo.types import RECORDED, PolicyWeights
+from tests.engines.episodes import check_episodes
 from tests.engines.partial import check_continued
 from tests.helpers import MODEL, fit, largest_difference, tiny_policy
 
@@ -110,6 +111,10 @@ def engine(policy):
     engine.load_weights(policy.weights(), step=3)
     yield engine
     engine.close()
+
+
+def test_episodes(policy, engine):
+    check_episodes(policy, engine, prompts(policy, *TEXTS), TOLERANCE)
 
 
 def test_logprobs_agree_before_and_after_a_sync(policy, engine):

@@ -1,0 +1,137 @@
+"""An engine that samples episodes: turns of the policy, answered by an environment."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+from transformers import PreTrainedTokenizerBase
+
+from lgrpo.checks import check_count
+from lgrpo.engines.base import RolloutEngine
+from lgrpo.engines.completions import Generation, Sampling
+from lgrpo.engines.episode_sampler import Episode, EpisodeSampler
+from lgrpo.engines.observations import ObservationEncoder
+from lgrpo.engines.recovery import EngineError
+from lgrpo.engines.transformers import TransformersEngine
+from lgrpo.engines.wrapper import WrapperEngine
+from lgrpo.environments.base import Environment
+from lgrpo.environments.episodes import EpisodeLimits, Episodes
+from lgrpo.environments.errors import ErrorCounts
+from lgrpo.environments.failures import EpisodeFailures
+from lgrpo.environments.local import LocalEpisodes
+from lgrpo.environments.worker_episodes import WorkerEpisodes
+from lgrpo.run.resume import ResumeSettings, describe
+from lgrpo.types import Prompt
+
+
+@final
+class EnvironmentEngine(WrapperEngine):
+    """Samples episodes: an inner engine samples the turns of the policy, and an environment answers each.
+
+    A completion is a whole episode: sampled tokens, and between turns the tokens of observations, which are not trained
+    on. Sampled tokens are kept as they are and never rendered or tokenised again. ``sampling.max_tokens`` limits an
+    episode, observations included; an episode that reaches a limit is truncated.
+
+    The turns of all episodes that are ready are sampled together; an episode whose environment is slow joins a later
+    call. Each turn has its own random stream, so this does not change what is sampled.
+    """
+
+    def __init__(
+        self,
+        environment: Environment | None = None,
+        engine: RolloutEngine | None = None,
+        max_turns: int = 8,
+        max_tokens_per_turn: int | None = None,
+        limits: EpisodeLimits | None = EpisodeLimits(),  # noqa: B008
+    ) -> None:
+        """
+        Args:
+            environment: Environment; by default the task's.
+            engine: Engine that samples the turns; by default the embedded one.
+            max_turns: Upper limit of turns in an episode.
+            max_tokens_per_turn: Upper limit of tokens in a turn; by default ``sampling.max_tokens``.
+            limits: Processes that run the environment, and their limits; null runs it in this process.
+        """
+        super().__init__(TransformersEngine() if engine is None else engine)
+        if self.engine.replays:
+            raise ValueError("an EnvironmentEngine cannot contain a ReplayEngine: put it inside, as data.engine.engine")
+        check_count("data.engine.max_turns", max_turns, at_least=1)
+        check_count("data.engine.max_tokens_per_turn", max_tokens_per_turn, at_least=1)
+        self.environment = environment
+        self.max_turns = max_turns
+        self.max_tokens_per_turn = max_tokens_per_turn
+        self.limits = limits
+        self._episodes: Episodes | None = None
+        self._failures = EpisodeFailures("the environment")
+        self._warned: set[str] = set()
+
+    def set_environment(self, environment: Environment) -> bool:
+        self.environment = self.environment or environment
+        return True
+
+    def resume_settings(self) -> ResumeSettings:
+        return self.engine.resume_settings() | {
+            "data.engine.environment": describe(self.environment),
+            "data.engine.max_turns": self.max_turns,
+            "data.engine.max_tokens_per_turn": self.max_tokens_per_turn,
+        }
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return [] if self.environment is None else self.environment.tool_schemas()
+
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling
+    ) -> None:
+        self._start(tokenizer)
+        if (first := next(iter(prompts), None)) is not None:
+            ObservationEncoder(tokenizer, first.chat).check()
+
+    def _start(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Environment, Episodes]:
+        """Return the environment, and the episodes of it."""
+        if self.environment is None:
+            raise EngineError(
+                "an EnvironmentEngine needs an environment: set data.engine.environment, or use a task that has one, "
+                "such as lgrpo.tasks.EnvironmentTask"
+            )
+        if self._episodes is None:
+            environment, limits = self.environment, self.limits
+            environment.use_chat_template(tokenizer.chat_template)
+            self._episodes = LocalEpisodes(environment) if limits is None else WorkerEpisodes(environment, limits)
+            self._failures = EpisodeFailures(type(environment).__name__)
+        return self.environment, self._episodes
+
+    def sample(self, generation: Generation) -> None:
+        sampler = EpisodeSampler(
+            self.engine,
+            *self._start(generation.tokenizer),
+            generation,
+            max_turns=self.max_turns,
+            max_tokens_per_turn=self.max_tokens_per_turn,
+        )
+        self._report(sampler.run())
+
+    def _report(self, episodes: Sequence[Episode]) -> None:
+        """Warn of the first failure of the environment and of the first mistake of each kind of the model."""
+        for episode in episodes:
+            if episode.failure is None or episode.failure.method != "reset":
+                self._failures.add_start()
+            if episode.failure is not None:
+                self._failures.add(episode.failure)
+        self._failures.check()
+        found = ErrorCounts()
+        found.add(error for episode in episodes for error in episode.errors if error.kind not in self._warned)
+        self._warned |= found.counts.keys()
+        if lines := found.lines():
+            warnings.warn(
+                f"the model made mistakes that it sees as observations: {'; '.join(lines)}. From now on "
+                "rollout/model_errors counts them",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        if self._episodes is not None:
+            self._episodes.close()
+            self._episodes = None
+        self.engine.close()

@@ -1,0 +1,256 @@
+"""Sampling of episodes, turn by turn."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, final
+
+from lgrpo.engines.base import RolloutEngine
+from lgrpo.engines.completions import Generation, Sampling
+from lgrpo.engines.observations import ObservationEncoder, as_messages
+from lgrpo.engines.recovery import EngineError
+from lgrpo.environments.base import Environment, Observation, Turn, TurnError
+from lgrpo.environments.episodes import EpisodeFailure, Episodes
+from lgrpo.functional.random import stream_seed
+from lgrpo.types import Completion, Prompt
+
+_GRACE = 0.05
+"""Seconds to wait for further steps of the environment before the next turns are sampled."""
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """An episode that is being sampled."""
+
+    index: int
+    """Index of its prompt in the generation."""
+    sibling: int
+    prompt: Prompt
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    observed: list[tuple[int, int]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    num_turns: int = 0
+    is_cut: bool = False
+    """Whether its last turn reached a limit."""
+    text: str = ""
+    finish_reason: Literal["stop", "length"] | None = None
+    is_ending: bool = False
+    """Whether only its last reward is missing."""
+    errors: list[TurnError] = field(default_factory=list)
+    failure: EpisodeFailure | None = None
+
+    def completion(self, step: int, version: int) -> Completion:
+        """Return the whole episode."""
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            text=self.text,
+            finish_reason=self.finish_reason,
+            behaviour_step=step,
+            version=version,
+            observed=tuple(self.observed),
+            turn_rewards=tuple(self.rewards),
+            failure=None if self.failure is None else (self.failure.kind, str(self.failure)),
+            num_errors=len(self.errors),
+        )
+
+    def turn_prompt(self, seed: int) -> Prompt:
+        """Return the context of its next turn, with a random stream of its own."""
+        token_ids = self.prompt.token_ids + self.token_ids
+        position = stream_seed(seed, self.prompt.position, self.sibling, self.num_turns)
+        return replace(self.prompt, token_ids=token_ids, position=position)
+
+
+@final
+class EpisodeSampler:
+    """Samples the episodes of one generation."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environment: Environment,
+        episodes: Episodes,
+        generation: Generation,
+        *,
+        max_turns: int,
+        max_tokens_per_turn: int | None,
+    ) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._episodes = episodes
+        self._generation = generation
+        self._max_turns = max_turns
+        self._max_tokens_per_turn = max_tokens_per_turn
+        self._groups = [
+            [Episode(index, sibling, prompt) for sibling in range(generation.num_samples)]
+            for index, prompt in enumerate(generation.prompts)
+        ]
+        self._resets: dict[Episode, Future[Observation | None]] = {}
+        self._answers: SimpleQueue[tuple[Episode, Future[Any]]] = SimpleQueue()
+        self._num_waiting = 0
+        """Number of episodes whose environment is busy."""
+
+    def run(self) -> list[Episode]:
+        """Sample all episodes, keep each group when its last one has ended, and return the episodes."""
+        everything = [episode for group in self._groups for episode in group]
+        try:
+            for episode in everything:
+                self._resets[episode] = self._episodes.reset(episode, episode.prompt.row)
+            self._num_waiting = len(everything)
+            self._sample_first_turns()
+            while self._num_waiting:
+                if ready := self._ready_episodes():
+                    self._num_waiting += len(ready)
+                    self._sample_turns(ready)
+        finally:
+            for episode in everything:
+                self._episodes.end(episode)
+        return everything
+
+    def _sample_first_turns(self) -> None:
+        """Sample the first turn of all episodes, as a run without an environment would."""
+        generation = self._generation
+
+        def on_group(index: int, completions: list[Completion]) -> None:
+            for episode, completion in zip(self._groups[index], completions, strict=True):
+                self._add_turn(episode, completion)
+
+        sampling = self._turn_sampling(generation.sampling.max_tokens)
+        self._engine.generate(
+            generation.prompts, generation.num_samples, sampling, generation.seed, generation.tokenizer, on_group
+        )
+
+    def _sample_turns(self, ready: list[Episode]) -> None:
+        generation = self._generation
+        longest = max(generation.sampling.max_tokens - len(episode.token_ids) for episode in ready)
+        self._engine.generate(
+            [episode.turn_prompt(generation.seed) for episode in ready],
+            1,
+            self._turn_sampling(longest),
+            generation.seed,
+            generation.tokenizer,
+            lambda index, completions: self._add_turn(ready[index], completions[0]),
+        )
+
+    def _turn_sampling(self, max_tokens: int) -> Sampling:
+        limit = self._max_tokens_per_turn
+        return replace(self._generation.sampling, max_tokens=max_tokens if limit is None else min(limit, max_tokens))
+
+    def _add_turn(self, episode: Episode, completion: Completion) -> None:
+        """Add a sampled turn, and have the environment answer it. Called from any thread."""
+        left = self._generation.sampling.max_tokens - len(episode.token_ids)
+        episode.token_ids = episode.token_ids + completion.token_ids[:left]
+        episode.logprobs = episode.logprobs + completion.logprobs[:left]
+        episode.num_turns += 1
+        episode.is_cut = completion.finish_reason == "length" or len(completion.token_ids) > left
+        episode.text = completion.text
+        text = self._text_for_environment(completion)
+        if episode.num_turns == 1:
+            self._resets.pop(episode).add_done_callback(partial(self._step_after_reset, episode, text))
+        else:
+            self._step(episode, text)
+
+    def _text_for_environment(self, completion: Completion) -> str:
+        """Return the text of a turn, with special tokens, except for the last one, if the environment reads them."""
+        if not self._environment.keeps_special_tokens:
+            return completion.text
+        generation, token_ids = self._generation, completion.token_ids
+        if token_ids and token_ids[-1] in generation.stop_ids(self._engine.held_config()):
+            token_ids = token_ids[:-1]
+        text = generation.tokenizer.decode(token_ids)
+        ends = [end for stop in generation.sampling.stop or [] if (end := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def _step_after_reset(self, episode: Episode, text: str, reset: Future[Observation | None]) -> None:
+        if reset.cancelled() or reset.exception() is not None or not self._is_shown(episode, reset.result()):
+            self._answers.put((episode, reset))
+        else:
+            self._step(episode, text)
+
+    def _step(self, episode: Episode, text: str) -> None:
+        self._episodes.step(episode, text).add_done_callback(lambda future: self._answers.put((episode, future)))
+
+    @staticmethod
+    def _is_shown(episode: Episode, observation: Observation | None) -> bool:
+        """Return whether the prompt has the first observation."""
+        messages = as_messages(observation or [])
+        return all(str(message["content"]).strip() in episode.prompt.text for message in messages)
+
+    def _ready_episodes(self) -> list[Episode]:
+        """Wait for answers of the environment; return the episodes whose next turn can be sampled."""
+        ready = []
+        timeout = None
+        while self._num_waiting:
+            try:
+                episode, future = self._answers.get(timeout=timeout)
+            except Empty:
+                break
+            self._num_waiting -= 1
+            if self._has_next_turn(episode, future):
+                ready.append(episode)
+                timeout = _GRACE
+        return ready
+
+    def _has_next_turn(self, episode: Episode, future: Future[Any]) -> bool:
+        """Add the environment's answer to an episode; end it if there is no next turn."""
+        try:
+            turn = future.result()
+        except EpisodeFailure as failure:
+            self._fail(episode, failure)
+            return False
+        if episode.is_ending:
+            episode.rewards[-1] += turn
+            self._finish(episode, "length")
+            return False
+        if not isinstance(turn, Turn):
+            raise EngineError(
+                f"{type(self._environment).__name__}.reset returned {str(turn)[:60]!r}, which is not in the prompt "
+                f"{episode.prompt.text[:60]!r}: use the task lgrpo.tasks.EnvironmentTask, whose prompts are what reset "
+                "returns, or return None"
+            )
+        episode.rewards.append(turn.reward)
+        episode.errors += turn.errors
+        if turn.done:
+            self._finish(episode, "length" if episode.is_cut else "stop")
+            return False
+        if episode.is_cut or episode.num_turns == self._max_turns:
+            self._truncate(episode)
+            return False
+        encoder = ObservationEncoder(self._generation.tokenizer, episode.prompt.chat)
+        token_ids = encoder(turn.observation, episode.token_ids[-1])
+        if not token_ids:
+            self._fail(episode, EpisodeFailure("errors", "the observation is empty, but the episode is not over"))
+            return False
+        start, stop = len(episode.token_ids), len(episode.token_ids) + len(token_ids)
+        if stop >= self._generation.sampling.max_tokens:  # no token is left for another turn
+            self._truncate(episode)
+            return False
+        episode.token_ids = episode.token_ids + token_ids
+        episode.logprobs = episode.logprobs + [0.0] * len(token_ids)
+        episode.observed.append((start, stop))
+        return True
+
+    def _truncate(self, episode: Episode) -> None:
+        """End an episode at a limit, once the environment has given its last reward."""
+        episode.is_ending = True
+        self._num_waiting += 1
+        self._episodes.truncate(episode).add_done_callback(lambda future: self._answers.put((episode, future)))
+
+    def _fail(self, episode: Episode, failure: EpisodeFailure) -> None:
+        """End an episode whose environment failed."""
+        episode.failure = failure
+        episode.rewards += [0.0] * (episode.num_turns - len(episode.rewards))
+        self._finish(episode, "stop")
+
+    def _finish(self, episode: Episode, reason: Literal["stop", "length"]) -> None:
+        """End an episode, and keep its group if it was the last one."""
+        episode.finish_reason = reason
+        self._episodes.end(episode)
+        group = self._groups[episode.index]
+        if all(one.finish_reason is not None for one in group):
+            step, version = self._generation.step, self._generation.version
+            self._generation.keep(episode.index, [one.completion(step, version) for one in group])

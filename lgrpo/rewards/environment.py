@@ -1,0 +1,33 @@
+"""Reward that an environment gave."""
+
+from __future__ import annotations
+
+from typing import cast, final
+
+from lgrpo.rewards.base import FailedScore, Failure, Reward, Score
+from lgrpo.types import Completion, Prompt
+
+
+@final
+class EnvironmentReward(Reward):
+    """The sum of the rewards that an environment gave to the turns of an episode."""
+
+    is_inline = True
+
+    def __init__(self, failure_score: float = 0.0) -> None:
+        """
+        Args:
+            failure_score: Reward of an episode that a failure of the environment ended.
+        """
+        self.failure_score = failure_score
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        if completion.failure is not None:
+            kind, reason = completion.failure
+            return FailedScore(self.failure_score, cast(Failure, kind), reason)
+        if completion.turn_rewards is None:
+            raise ValueError(
+                "EnvironmentReward scores episodes, and this completion is none: sample with data.engine: "
+                "lgrpo.engines.EnvironmentEngine"
+            )
+        return sum(completion.turn_rewards)

@@ -1,0 +1,85 @@
+"""Task whose completions are episodes of an environment."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, final
+
+from lgrpo.checks import check_count
+from lgrpo.environments import Environment, Game, Observation
+from lgrpo.rewards import BatchReward, EnvironmentReward
+from lgrpo.rewards.base import run_anywhere
+from lgrpo.tasks.base import Split, Task
+from lgrpo.tasks.rows import Row
+from lgrpo.tasks.template import Template
+
+
+@final
+class EnvironmentTask(Task):
+    """Episodes of an environment: a game, which generates its own rows, or any environment with the rows of a task.
+
+    It needs an ``EnvironmentEngine``, which takes the environment from here. A template that reads ``{observation}``
+    shows what ``reset`` returns for the row; ``reset`` then also runs in the trainer's process.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        source: Task | None = None,
+        num_rows: int = 1024,
+        num_held_out: int = 128,
+        seed: int = 0,
+        template: Template | None = None,
+        reward: BatchReward | None = None,
+    ) -> None:
+        """
+        Args:
+            environment: Environment that answers each turn.
+            source: Task with the rows; by default the environment, which must be a game, generates them.
+            num_rows: Number of generated rows.
+            num_held_out: Number of generated rows that are kept for validation.
+            seed: Seed of the generated rows.
+            template: Template that turns a row into a prompt; by default that of the source, or the field question.
+            reward: Reward of an episode; by default that of the source, or the environment's.
+        """
+        if source is None and not isinstance(environment, Game):
+            raise ValueError(
+                f"{type(environment).__name__} does not generate rows: set data.task.source to a task that has them"
+            )
+        if template is None:
+            template = Template(prompt="{question}") if source is None else source.template
+        if reward is None:
+            reward = EnvironmentReward() if source is None else source.reward
+        super().__init__(template, reward)
+        self.environment: Environment = environment
+        self.source = source
+        check_count("num_held_out", num_held_out, above=0, below=num_rows, reason="the number of rows")
+        self._rows: dict[str, Sequence[Row]] = {}
+        if isinstance(environment, Game) and source is None:
+            rows = environment.generate_rows(num_rows, seed)
+            held_out = rows[:num_held_out]
+            train = [row for row in rows[num_held_out:] if row not in held_out]
+            if not train:
+                raise ValueError(
+                    f"{type(environment).__name__} has only {num_held_out} different rows, which are all held out: "
+                    "lower num_held_out, or add levels"
+                )
+            self._rows = {"validation": held_out, "train": train}
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        rows = self._rows[split] if self.source is None else self.source.rows(split)
+        return [self._with_observation(row) for row in rows] if "observation" in self.template.fields() else rows
+
+    def final_answer(self, text: str) -> str | None:
+        return self.reward.final_answer(text) if self.source is None else self.source.final_answer(text)
+
+    def _with_observation(self, row: Mapping[str, Any]) -> Row:
+        observation = self.environment.reset(row)
+        if inspect.isawaitable(observation):
+            observation = run_anywhere(_awaited(observation))
+        return {**row, "observation": observation}
+
+
+async def _awaited(observation: Awaitable[Observation | None]) -> Observation | None:
+    return await observation
