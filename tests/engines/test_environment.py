@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import replace
 
@@ -11,12 +12,14 @@ from transformers import AutoTokenizer
 
 from lgrpo import TransformersEngine
 from lgrpo.callbacks import ExactResume
+from lgrpo.cli import main
 from lgrpo.data.collate import completions_of
 from lgrpo.engines import EngineError, EnvironmentEngine, Sampling, completion_text
 from lgrpo.engines.observations import ObservationEncoder
 from lgrpo.environments import Calculator, Environment, ToolEnvironment, Turn
 from lgrpo.losses.base import PolicyLogprobs
 from lgrpo.recordings import ReplayEngine, RolloutRecorder
+from lgrpo.report import read_series
 from lgrpo.rewards import EnvironmentReward, WeightedSum
 from lgrpo.tasks import EnvironmentTask, SortDigits, Template
 from lgrpo.types import Prompt
@@ -278,6 +281,19 @@ def test_an_environment_needs_its_engine():
         fit(rollouts=1, data={"engine": engine_of(None)})
     with pytest.raises(ValueError, match=r"OneTurn does not generate rows: set data.task.source"):
         EnvironmentTask(OneTurn())
+
+
+def test_the_config_of_a_game_trains(tmp_path):
+    """With the environment in worker processes."""
+    run = tmp_path / "run"
+    arguments = ["--data.num_rollouts=2", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+    main(["fit", "--config=configs/guess_number.yaml", f"--run={run}", "--data.evaluation.num_samples=2", *arguments])
+    series = read_series(run)
+    assert len(series["rollout/turns"]) == 2
+    assert {value for _, value in series["environment/failures"]} == {0.0}
+    completions = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert any("Higher." in row["completion"] or "Lower." in row["completion"] for row in completions)
+    assert {row["prompt"] for row in completions} == {"7."}
 
 
 def test_partial_rollouts_are_refused():
