@@ -293,7 +293,7 @@ def test_the_config_of_a_game_trains(tmp_path):
     assert {value for _, value in series["environment/failures"]} == {0.0}
     completions = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert any("Higher." in row["completion"] or "Lower." in row["completion"] for row in completions)
-    assert {row["prompt"] for row in completions} == {"7."}
+    assert {row["prompt"] for row in completions} == {"5."}
 
 
 def test_partial_rollouts_are_refused():
