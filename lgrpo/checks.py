@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from numbers import Integral
@@ -101,6 +102,30 @@ def check_schedule(name: str, value: Any, check: Callable[[str, Any], None]) -> 
         )
     for first, own in value.items():
         check(f"{name} from rollout {first}", own)
+
+
+def finite_number(value: object) -> float | None:
+    """Return a value as a float; None if it is not a number, or not in the range of float32.
+
+    >>> finite_number(2), finite_number("2"), finite_number(10**400), finite_number(float("nan"))
+    (2.0, None, None, None)
+    """
+    try:
+        number = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) < 1e38 else None  # false for NaN too
+
+
+def printable(value: object) -> object:
+    """Return a value that can be printed: an integer may have too many digits for that.
+
+    >>> printable(-(10**9000)), printable("a")
+    (-inf, 'a')
+    """
+    if isinstance(value, int) and abs(value) >= 10**300:
+        return math.inf if value > 0 else -math.inf
+    return value
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

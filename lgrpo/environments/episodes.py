@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -11,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lgrpo.checks import check_count, check_range
+from lgrpo.checks import check_count, check_range, finite_number, printable
 from lgrpo.environments.base import Observation, Turn, TurnError
 from lgrpo.rewards.base import Failure
 
@@ -139,14 +138,9 @@ def _is_message(value: object) -> bool:
 
 
 def _checked_reward(subject: str, value: object) -> float:
-    try:
-        number = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    except OverflowError:  # an integer, which may have too many digits to be printed
-        number = value = math.inf
-    if not abs(number) < 1e38:  # the range of float32; false for NaN too
-        raise ValueError(f"{subject} {_short(value)}; it must be a finite number")
+    number = finite_number(value)
+    if number is None:
+        raise ValueError(f"{subject} {_short(printable(value))}; it must be a finite number")
     return number
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
+from lgrpo.checks import finite_number, printable
 from lgrpo.types import Completion, Prompt
 
 
@@ -206,15 +206,10 @@ def checked_score(name: str, value: object, prompt: Prompt, completion: Completi
     """Return a valid score; raise a ``ValueError`` that names the reward and the completion otherwise."""
     if value is NOT_YET or isinstance(value, FailedScore):
         return value
-    try:
-        number = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    except OverflowError:  # an integer, which may have too many digits to be printed
-        number = value = math.inf
-    if not abs(number) < 1e38:  # the range of float32; false for NaN too
+    number = finite_number(value)
+    if number is None:
         raise ValueError(
-            f"{name} returned {value!r}, not a finite number, for completion {completion.text[:200]!r} of prompt "
-            f"{prompt.text[:200]!r}"
+            f"{name} returned {printable(value)!r}, not a finite number, for completion {completion.text[:200]!r} of "
+            f"prompt {prompt.text[:200]!r}"
         )
     return value if isinstance(value, SumScore) else number
