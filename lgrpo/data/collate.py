@@ -65,7 +65,9 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
         behaviour_step=_behaviour_steps(completions, starts, width),
         positions=torch.tensor([p.position for p in prompts]),
         truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
-        failed=torch.tensor([isinstance(score, FailedScore) for score in scores]),
+        failed=torch.tensor(
+            [isinstance(s, FailedScore) or c.failure is not None for s, c in zip(scores, completions, strict=True)]
+        ),
         rows=torch.arange(size),
         group_size=len(groups[0].completions),
         temperature=sampling.temperature,
@@ -89,8 +91,8 @@ def _behaviour_steps(completions: Sequence[Completion], starts: Tensor, width: i
 
 
 def _turn_rewards(completions: Sequence[Completion], starts: Tensor, width: int) -> Tensor | None:
-    """Return the reward of each turn at its last token; None if a completion has none."""
-    if any(c.turn_rewards is None for c in completions):
+    """Return the reward of each turn at its last token; None if no completion is an episode."""
+    if all(c.turn_rewards is None for c in completions):
         return None
     rewards = torch.zeros(len(completions), width)
     for row, completion in enumerate(completions):
@@ -149,6 +151,7 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
                 earlier=tuple(spans[:-1]),
                 observed=observed,
                 turn_rewards=None if rewards is None else tuple(rewards),
+                failure=("errors", "the environment failed") if rewards is not None and batch.failed[row] else None,
             )
         )
     return completions

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import get_args
 
 from lgrpo.checks import check_instance
+from lgrpo.data.evaluation import Benchmark
 from lgrpo.engines import RolloutEngine
 from lgrpo.rewards import Failure
 from lgrpo.tasks import Task
 from lgrpo.types import Completion
 
 
-def connect_environment(task: Task, engine: RolloutEngine) -> None:
+def connect_environment(task: Task, engine: RolloutEngine, benchmarks: Mapping[str, Benchmark]) -> None:
     """Check that both are what they should be, and give the engine the environment of the task, if that has one."""
     check_instance("task", task, Task, "a Task, such as lgrpo.tasks.GSM8K()")
     check_instance("engine", engine, RolloutEngine, "a RolloutEngine, such as lgrpo.engines.VLLMEngine()")
@@ -23,18 +24,26 @@ def connect_environment(task: Task, engine: RolloutEngine) -> None:
             f"{type(task).__name__} has an environment, but {type(engine).__name__} samples single turns: set "
             "data.engine to lgrpo.engines.EnvironmentEngine, with this engine as data.engine.engine"
         )
+    for name, benchmark in benchmarks.items():
+        if type(benchmark.task.environment) is not type(task.environment):
+            raise ValueError(
+                f"benchmark {name!r} and data.task have different environments, but one engine samples both: evaluate "
+                "it in a run of its own"
+            )
 
 
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return metrics of the episodes among completions; none if there are none."""
+    """Return metrics of episodes; recorded completions without turns do not count."""
     episodes = [completion for completion in completions if completion.turn_rewards is not None]
-    if not episodes:
-        return {}
     kinds = Counter(one.failure[0] for one in episodes if one.failure is not None)
     return {
-        "rollout/turns": fmean(len(episode.turns) for episode in episodes),
-        "rollout/observed_length": fmean(len(one.token_ids) - one.num_sampled for one in episodes),
+        "rollout/turns": _mean([len(one.turns) for one in episodes]),
+        "rollout/observed_length": _mean([len(one.token_ids) - one.num_sampled for one in episodes]),
         "rollout/model_errors": float(sum(one.num_errors for one in episodes)),
         "environment/failures": float(kinds.total()),
         **{f"environment/{kind}": float(kinds[kind]) for kind in get_args(Failure)},
     }
+
+
+def _mean(values: Sequence[int]) -> float:
+    return fmean(values) if values else 0.0

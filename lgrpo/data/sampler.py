@@ -192,7 +192,8 @@ class RolloutSampler:
         batch = collate_rollout(groups, self.tokenizer.pad_token_id, self.sampling, rollout)
         batch.metrics = self.scorer.failures([group.scores for group in groups])
         completions = [completion for group in groups for completion in group.completions]
-        batch.metrics |= episode_metrics(completions)
+        if self.engine.has_turns:
+            batch.metrics |= episode_metrics(completions)
         if self._partial is not None or (self.pause is not None and self.pause.is_allowed):
             batch.metrics["rollout/continued_fraction"] = sum(bool(c.earlier) for c in completions) / len(completions)
         return batch

@@ -62,7 +62,7 @@ class Scorer:
     def check_failures(self, groups: Sequence[Sequence[Score]]) -> None:
         """Warn of the first failure; raise an error if no completion has ever been scored."""
         scores = [score for group in groups for score in group]
-        failed = [score for score in scores if isinstance(score, FailedScore)]
+        failed = [score for score in scores if isinstance(score, FailedScore) and not score.is_reported]
         if failed and len(failed) == len(scores) and not self._has_succeeded:
             raise RuntimeError(f"the reward failed on each of the first {len(failed)} completions: {failed[0].why}")
         self._has_succeeded |= len(failed) < len(scores)

@@ -129,11 +129,16 @@ class RolloutEngine(ABC):
         """
 
     def set_environment(self, environment: Environment) -> bool:
-        """Let the environment of a task answer each turn; return whether the engine samples several turns at all."""
+        """Let the environment of a task answer each turn; return False if the engine samples single turns."""
+        return False
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether its completions are episodes of several turns."""
         return False
 
     def resume_settings(self) -> ResumeSettings:
-        """Return settings, by their names in a config, that a resumed run should share with its checkpoint."""
+        """Return settings that a resumed run should share with its checkpoint."""
         return {}
 
     def tool_schemas(self) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from typing import Any, final
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ from lgrpo.environments.errors import ErrorCounts
 from lgrpo.environments.failures import EpisodeFailures
 from lgrpo.environments.local import LocalEpisodes
 from lgrpo.environments.worker_episodes import WorkerEpisodes
-from lgrpo.run.resume import ResumeSettings, describe
+from lgrpo.run.resume import ResumeSettings
 from lgrpo.types import Prompt
 
 
@@ -68,14 +69,34 @@ class EnvironmentEngine(WrapperEngine):
         self._warned: set[str] = set()
 
     def set_environment(self, environment: Environment) -> bool:
-        self.environment = self.environment or environment
+        if self.environment is not None and type(self.environment) is not type(environment):
+            raise ValueError(
+                f"data.engine.environment is {type(self.environment).__name__}, but the task has "
+                f"{type(environment).__name__}: leave the engine's out"
+            )
+        if self.environment is not environment and self._episodes is not None:
+            self._episodes.close()
+            self._episodes = None
+        self.environment = environment
+        return True
+
+    @property
+    def has_turns(self) -> bool:
+        return True
+
+    def adopt(self, other: RolloutEngine) -> bool:
+        if not super().adopt(other):
+            return False
+        if isinstance(other, EnvironmentEngine) and other._episodes is not None:
+            other._episodes.close()
+            other._episodes = None
         return True
 
     def resume_settings(self) -> ResumeSettings:
         return self.engine.resume_settings() | {
-            "data.engine.environment": describe(self.environment),
-            "data.engine.max_turns": self.max_turns,
-            "data.engine.max_tokens_per_turn": self.max_tokens_per_turn,
+            "environment": type(self.environment).__qualname__,
+            "max_turns": self.max_turns,
+            "max_tokens_per_turn": self.max_tokens_per_turn,
         }
 
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -85,8 +106,11 @@ class EnvironmentEngine(WrapperEngine):
         self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling
     ) -> None:
         self._start(tokenizer)
-        if (first := next(iter(prompts), None)) is not None:
-            ObservationEncoder(tokenizer, first.chat).check()
+        remaining = iter(prompts)
+        first = list(islice(remaining, 1))
+        if first:
+            ObservationEncoder(tokenizer, first[0].chat).check()
+        self.engine.prepare(tokenizer, chain(first, remaining), group_size, sampling)
 
     def _start(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Environment, Episodes]:
         """Return the environment, and the episodes of it."""
@@ -110,7 +134,7 @@ class EnvironmentEngine(WrapperEngine):
             max_turns=self.max_turns,
             max_tokens_per_turn=self.max_tokens_per_turn,
         )
-        self._report(sampler.run())
+        self._report(sampler.run(None if self.limits is None else self.limits.max_live))
 
     def _report(self, episodes: Sequence[Episode]) -> None:
         """Warn of the first failure of the environment and of the first mistake of each kind of the model."""

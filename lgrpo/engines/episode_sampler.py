@@ -17,6 +17,7 @@ from lgrpo.environments.episodes import EpisodeFailure, Episodes
 from lgrpo.functional.random import stream_seed
 from lgrpo.types import Completion, Prompt
 
+_NUM_BUDGETS = 16
 _GRACE = 0.05
 """Seconds to wait for further steps of the environment before the next turns are sampled."""
 
@@ -94,43 +95,72 @@ class EpisodeSampler:
         self._num_waiting = 0
         """Number of episodes whose environment is busy."""
 
-    def run(self) -> list[Episode]:
-        """Sample all episodes, keep each group when its last one has ended, and return the episodes."""
-        everything = [episode for group in self._groups for episode in group]
-        try:
-            for episode in everything:
-                self._resets[episode] = self._episodes.reset(episode, episode.prompt.row)
-            self._num_waiting = len(everything)
-            self._sample_first_turns()
-            while self._num_waiting:
-                if ready := self._ready_episodes():
-                    self._num_waiting += len(ready)
-                    self._sample_turns(ready)
-        finally:
-            for episode in everything:
-                self._episodes.end(episode)
-        return everything
+    def run(self, max_live: int | None) -> list[Episode]:
+        """Sample all episodes, keep each group when its last one has ended, and return the episodes.
 
-    def _sample_first_turns(self) -> None:
-        """Sample the first turn of all episodes, as a run without an environment would."""
+        Args:
+            max_live: Upper limit of episodes at the same time, in whole groups; None for no limit.
+        """
+        total, group_size = len(self._groups), self._generation.num_samples
+        num_groups = total if max_live is None else max(1, max_live // group_size)
+        for first in range(0, total, num_groups):
+            self._run_groups(range(first, min(first + num_groups, total)))
+        return [episode for group in self._groups for episode in group]
+
+    def _run_groups(self, indices: range) -> None:
+        live = [episode for index in indices for episode in self._groups[index]]
+        try:
+            for episode in live:
+                self._resets[episode] = self._episodes.reset(episode, episode.prompt.row)
+            self._num_waiting = len(live)
+            self._sample_first_turns(indices)
+            while self._num_waiting:
+                for budget, ready in self._by_budget(self._ready_episodes()).items():
+                    self._num_waiting += len(ready)
+                    self._sample_turns(ready, budget)
+        finally:
+            for episode in live:
+                self._episodes.end(episode)
+
+    def _sample_first_turns(self, indices: range) -> None:
+        """Sample the first turn of some groups, as a run without an environment would."""
         generation = self._generation
 
         def on_group(index: int, completions: list[Completion]) -> None:
-            for episode, completion in zip(self._groups[index], completions, strict=True):
+            for episode, completion in zip(self._groups[indices[index]], completions, strict=True):
                 self._add_turn(episode, completion)
 
-        sampling = self._turn_sampling(generation.sampling.max_tokens)
         self._engine.generate(
-            generation.prompts, generation.num_samples, sampling, generation.seed, generation.tokenizer, on_group
+            generation.prompts[indices.start : indices.stop],
+            generation.num_samples,
+            self._turn_sampling(generation.sampling.max_tokens),
+            generation.seed,
+            generation.tokenizer,
+            on_group,
         )
 
-    def _sample_turns(self, ready: list[Episode]) -> None:
+    def _by_budget(self, ready: list[Episode]) -> dict[int, list[Episode]]:
+        """Return episodes by the limit of their next turn's tokens, which an engine takes once for each call.
+
+        Limits are rounded down to a sixteenth of an episode's, so that there are few; each depends only on the episode.
+        """
+        max_tokens = self._generation.sampling.max_tokens
+        unit = max(1, max_tokens // _NUM_BUDGETS)
+        found: dict[int, list[Episode]] = {}
+        for episode in ready:
+            left = max_tokens - len(episode.token_ids)
+            budget = self._turn_sampling(left).max_tokens
+            if budget == left and left > unit:
+                budget -= left % unit
+            found.setdefault(budget, []).append(episode)
+        return found
+
+    def _sample_turns(self, ready: list[Episode], budget: int) -> None:
         generation = self._generation
-        longest = max(generation.sampling.max_tokens - len(episode.token_ids) for episode in ready)
         self._engine.generate(
             [episode.turn_prompt(generation.seed) for episode in ready],
             1,
-            self._turn_sampling(longest),
+            self._turn_sampling(budget),
             generation.seed,
             generation.tokenizer,
             lambda index, completions: self._add_turn(ready[index], completions[0]),
@@ -142,11 +172,10 @@ class EpisodeSampler:
 
     def _add_turn(self, episode: Episode, completion: Completion) -> None:
         """Add a sampled turn, and have the environment answer it. Called from any thread."""
-        left = self._generation.sampling.max_tokens - len(episode.token_ids)
-        episode.token_ids = episode.token_ids + completion.token_ids[:left]
-        episode.logprobs = episode.logprobs + completion.logprobs[:left]
+        episode.token_ids = episode.token_ids + completion.token_ids
+        episode.logprobs = episode.logprobs + completion.logprobs
         episode.num_turns += 1
-        episode.is_cut = completion.finish_reason == "length" or len(completion.token_ids) > left
+        episode.is_cut = completion.finish_reason == "length" or not completion.token_ids
         episode.text = completion.text
         text = self._text_for_environment(completion)
         if episode.num_turns == 1:
@@ -172,7 +201,12 @@ class EpisodeSampler:
             self._step(episode, text)
 
     def _step(self, episode: Episode, text: str) -> None:
-        self._episodes.step(episode, text).add_done_callback(lambda future: self._answers.put((episode, future)))
+        try:
+            answer = self._episodes.step(episode, text)
+        except Exception as error:  # a callback of a future would only log it
+            answer = Future()
+            answer.set_exception(error)
+        answer.add_done_callback(lambda future: self._answers.put((episode, future)))
 
     @staticmethod
     def _is_shown(episode: Episode, observation: Observation | None) -> bool:
@@ -209,8 +243,8 @@ class EpisodeSampler:
         if not isinstance(turn, Turn):
             raise EngineError(
                 f"{type(self._environment).__name__}.reset returned {str(turn)[:60]!r}, which is not in the prompt "
-                f"{episode.prompt.text[:60]!r}: use the task lgrpo.tasks.EnvironmentTask, whose prompts are what reset "
-                "returns, or return None"
+                f"{episode.prompt.text[:60]!r}: use lgrpo.tasks.EnvironmentTask with a template that reads "
+                "{observation}, or return None"
             )
         episode.rewards.append(turn.reward)
         episode.errors += turn.errors
@@ -221,7 +255,11 @@ class EpisodeSampler:
             self._truncate(episode)
             return False
         encoder = ObservationEncoder(self._generation.tokenizer, episode.prompt.chat)
-        token_ids = encoder(turn.observation, episode.token_ids[-1])
+        try:
+            token_ids = encoder(turn.observation, episode.token_ids[-1])
+        except ValueError as error:
+            self._fail(episode, EpisodeFailure("errors", str(error)))
+            return False
         if not token_ids:
             self._fail(episode, EpisodeFailure("errors", "the observation is empty, but the episode is not over"))
             return False

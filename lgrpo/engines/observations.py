@@ -12,7 +12,8 @@ from lgrpo.environments import Message, Observation
 
 _QUESTION = {"role": "user", "content": "What comes next?"}
 _ANSWER = "lgrpo looks for the end of this answer"
-_THOUGHT = f"<think>\nlgrpo looks for this thought\n</think>\n\n{_ANSWER}"
+_THOUGHT = "lgrpo looks for this thought"
+"""Texts to render, whose place in the result shows what the template does."""
 
 
 @final
@@ -48,15 +49,15 @@ class ObservationEncoder:
         """
         if self.chat is None:
             return
-        for role in ("user", "tool") if self.chat.get("tools") else ("user",):
-            if "Go on." not in self._after_answer([{"role": role, "content": "Go on.", "name": "tool"}]):
-                raise ValueError(f"the chat template does not show messages of the role {role} after an answer")
-        try:
-            self._after_answer(as_messages("Go on."), _THOUGHT)
-        except ValueError as error:
+        role = "tool" if self.chat.get("tools") else "user"
+        observation = [{"role": role, "content": "Go on.", "name": "tool"}]
+        if "Go on." not in self._after_answer(observation):
+            raise ValueError(f"the chat template does not show messages of the role {role} after an answer")
+        answered = [_QUESTION, {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}]
+        if _THOUGHT not in self._render([*answered, *observation], True):
             warnings.warn(
-                f"{error}. Here thoughts of earlier turns stay in the context, because sampled tokens are never "
-                "rendered again: render the conversation in the same way when you use the model",
+                "the chat template drops the thoughts of earlier turns. Here they stay in the context, because sampled "
+                "tokens are never rendered again: render the conversation in the same way when you use the model",
                 stacklevel=2,
             )
 
@@ -64,18 +65,18 @@ class ObservationEncoder:
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return token_ids
 
-    def _after_answer(self, messages: Sequence[Message], answer: str = _ANSWER) -> str:
+    def _after_answer(self, messages: Sequence[Message]) -> str:
         """Return what the template renders after an answer if messages follow it and the model's next turn begins."""
-        head = [_QUESTION, {"role": "assistant", "content": answer}]
-        before, after = self._render(head, False), self._render([*head, *messages], True)
-        end = before.rfind(_ANSWER) + len(_ANSWER)
-        if _ANSWER not in before or after[:end] != before[:end]:
-            shared = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0)
+        head = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
+        text = self._render([*head, *messages], True)
+        if _ANSWER not in text:
+            before = self._render(head, False)
+            shared = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), 0)
             raise ValueError(
                 "the chat template renders the assistant's turn differently when an observation follows: "
-                f"{before[shared : shared + 60]!r} becomes {after[shared : shared + 60]!r}"
+                f"{before[shared : shared + 60]!r} becomes {text[shared : shared + 60]!r}"
             )
-        return after[end:]
+        return text[text.index(_ANSWER) + len(_ANSWER) :]
 
     def _render(self, messages: Sequence[Message], starts_turn: bool) -> str:
         try:

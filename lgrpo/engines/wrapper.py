@@ -31,6 +31,10 @@ class WrapperEngine(RolloutEngine):
     def set_environment(self, environment: Environment) -> bool:
         return self.engine.set_environment(environment)
 
+    @property
+    def has_turns(self) -> bool:
+        return self.engine.has_turns
+
     def resume_settings(self) -> ResumeSettings:
         return self.engine.resume_settings()
 

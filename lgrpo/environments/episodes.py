@@ -31,7 +31,11 @@ class EpisodeLimits:
     output_mib: float = 16.0
     """Size of what a reset or step prints, of its observation, and of any file it writes."""
 
+    max_live: int = 1024
+    """Number of live episodes on each rank; further groups wait. A validation may have thousands."""
+
     def __post_init__(self) -> None:
+        check_count("limits.max_live", self.max_live, at_least=1)
         check_count("limits.num_workers", self.num_workers, at_least=1)
         check_range("limits.timeout", self.timeout, above=0)
         check_range("limits.memory_gib", self.memory_gib, above=0)

@@ -35,6 +35,7 @@ class RecordedPrompts(Task):
         super().__init__(task.template, _RecordedReward(task.reward))
         self.path = path
         self.task = task
+        self.environment = task.environment
         self.min_completions = min_completions
 
     @property

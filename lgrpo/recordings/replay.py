@@ -103,7 +103,9 @@ class ReplayEngine(WrapperEngine):
         for group in groups:
             self._by_prompt.setdefault(group.prompt, []).append(group)
         self._recording = recording
+        prompts = list(prompts)
         self._check_prompts(prompts, num_recorded)
+        self.engine.prepare(tokenizer, prompts, group_size, sampling)
 
     @property
     def num_without_logprobs(self) -> int:

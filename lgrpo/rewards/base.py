@@ -39,6 +39,8 @@ class FailedScore(float):
     why: str
     parts: Parts = ()
     """Parts of a sum; none if it is not one."""
+    is_reported: bool = False
+    """Whether the user has been warned of it already."""
 
     def __new__(cls, value: float, kind: Failure, why: str) -> FailedScore:
         score = super().__new__(cls, value)

@@ -24,7 +24,9 @@ class EnvironmentReward(Reward):
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         if completion.failure is not None:
             kind, reason = completion.failure
-            return FailedScore(self.failure_score, cast(Failure, kind), reason)
+            score = FailedScore(self.failure_score, cast(Failure, kind), reason)
+            score.is_reported = True
+            return score
         if completion.turn_rewards is None:
             raise ValueError(
                 "EnvironmentReward scores episodes, and this completion is none: sample with data.engine: "

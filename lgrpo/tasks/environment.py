@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, final
@@ -11,7 +12,7 @@ from lgrpo.environments import Environment, Game, Observation
 from lgrpo.rewards import BatchReward, EnvironmentReward
 from lgrpo.rewards.base import run_anywhere
 from lgrpo.tasks.base import Split, Task
-from lgrpo.tasks.rows import Row
+from lgrpo.tasks.rows import Row, RowStream
 from lgrpo.tasks.template import Template
 
 
@@ -71,11 +72,17 @@ class EnvironmentTask(Task):
         rows = self._rows[split] if self.source is None else self.source.rows(split)
         return [self._with_observation(row) for row in rows] if "observation" in self.template.fields() else rows
 
+    def locations(self, split: Split) -> Sequence[str] | None:
+        return None if self.source is None else self.source.locations(split)
+
+    def train_stream(self) -> RowStream | None:
+        return None if self.source is None else self.source.train_stream()
+
     def final_answer(self, text: str) -> str | None:
         return self.reward.final_answer(text) if self.source is None else self.source.final_answer(text)
 
     def _with_observation(self, row: Mapping[str, Any]) -> Row:
-        observation = self.environment.reset(row)
+        observation = copy.deepcopy(self.environment).reset(row)  # this one is sent to other processes later
         if inspect.isawaitable(observation):
             observation = run_anywhere(_awaited(observation))
         return {**row, "observation": observation}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from lgrpo import TransformersEngine
 from lgrpo.callbacks import ExactResume
 from lgrpo.cli import main
 from lgrpo.data.collate import completions_of
+from lgrpo.data.evaluation import Benchmark
 from lgrpo.engines import EngineError, EnvironmentEngine, Sampling, completion_text
 from lgrpo.engines.observations import ObservationEncoder
-from lgrpo.environments import Calculator, Environment, ToolEnvironment, Turn
+from lgrpo.environments import Calculator, Environment, EpisodeLimits, ToolEnvironment, Turn
 from lgrpo.losses.base import PolicyLogprobs
 from lgrpo.recordings import ReplayEngine, RolloutRecorder
+from lgrpo.recordings.recording import Recording
 from lgrpo.report import read_series
 from lgrpo.rewards import EnvironmentReward, WeightedSum
 from lgrpo.tasks import EnvironmentTask, SortDigits, Template
@@ -216,6 +220,16 @@ def test_a_recorded_run_is_repeated_exactly(tmp_path):
     assert torch.equal(batch.completion_mask, first.recorder.rollouts[0].completion_mask)
 
 
+def test_the_fingerprint_of_an_old_recording_is_the_same(tmp_path):
+    fit(v=1, rollouts=1, callbacks=[RolloutRecorder(path=str(tmp_path))])
+    recording = Recording.read(str(tmp_path))
+    old = recording.table.drop_columns(["observed", "turn_rewards"]).combine_chunks()
+    digest = hashlib.sha256()
+    for batch in old.to_batches():
+        digest.update(batch.serialize())
+    assert recording.fingerprint == digest.hexdigest()[:16]
+
+
 def test_a_failure_costs_its_own_episode():
     with pytest.warns(UserWarning, match=r"ZeroDivisionError: second turn"):
         run = fit(v=1, rollouts=2, data=data_of(Failing()))
@@ -250,6 +264,54 @@ def test_a_slow_environment_does_not_hold_others_up():
     assert [[e.token_ids for e in group] for group in slow] == [[e.token_ids for e in group] for group in quick]
 
 
+class Listening(Echo):
+    """Remembers what it was told."""
+
+    heard: ClassVar[list[str]] = []
+
+    def step(self, text):
+        self.heard.append(text)
+        return super().step(text)
+
+
+def test_the_environment_hears_what_the_episode_has(monkeypatch):
+    """Without a limit of the turns, episodes with different numbers of tokens left are sampled together."""
+    lengths, generate = [], TransformersEngine.generate
+
+    def listen(engine, prompts, num_samples, sampling, *rest):
+        lengths.extend(len(prompt.token_ids) + sampling.max_tokens for prompt in prompts)
+        return generate(engine, prompts, num_samples, sampling, *rest)
+
+    monkeypatch.setattr(TransformersEngine, "generate", listen)
+    Listening.heard = []
+    groups, policy = episodes(Listening(num_turns=9), max_tokens=14, max_tokens_per_turn=None)
+    said = [
+        completion_text(episode.token_ids[start:stop], STOP, policy.tokenizer)
+        for group in groups
+        for episode in group
+        for start, stop in episode.turns
+    ]
+    assert sorted(said) == sorted(Listening.heard)
+    assert max(lengths) == 3 + 14, "an engine must not be asked for more than prompt and episode may have"
+
+
+def test_few_episodes_at_a_time_are_the_same():
+    expected, _ = episodes()
+    for max_live in (1, 9):
+        limits = EpisodeLimits(max_live=max_live, num_workers=2)
+        limited, _ = episodes(limits=limits)
+        assert [[e.token_ids for e in group] for group in limited] == [[e.token_ids for e in g] for g in expected]
+
+
+def test_other_settings_are_reported_when_resuming(tmp_path):
+    part = build(v=1, rollouts=4, data=data_of(), callbacks=[ExactResume()], trainer={"max_steps": 2})
+    part.trainer.fit(part.module, datamodule=part.data)
+    part.trainer.save_checkpoint(tmp_path / "part.ckpt")
+    other = {"v": 1, "rollouts": 4, "data": data_of(max_turns=2), "callbacks": [ExactResume()]}
+    with pytest.warns(UserWarning, match=r"max_turns.*episodes from here on end after another number of turns"):
+        fit(**other, ckpt_path=str(tmp_path / "part.ckpt"))
+
+
 # Messages
 
 
@@ -267,9 +329,7 @@ def test_the_first_observation_must_be_in_the_prompt():
     run = fit(v=1, rollouts=1, data={"task": task, "engine": engine_of(None)})
     assert run.data.engine.environment is task.environment
     other = SortDigits(num_digits=2, num_held_out=20, template=Template(prompt="{answer}"))
-    with pytest.raises(
-        EngineError, match=r"Opening.reset returned '\d\d>', which is not in the prompt '\d\d': use the"
-    ):
+    with pytest.raises(EngineError, match=r"Opening.reset returned '\d\d>', which is not in the prompt '\d\d': use"):
         fit(v=1, rollouts=1, data={"task": other, "engine": engine_of(Opening())})
 
 
@@ -277,6 +337,11 @@ def test_an_environment_needs_its_engine():
     task = EnvironmentTask(OneTurn(), source=SortDigits(num_digits=2, num_held_out=20))
     with pytest.raises(ValueError, match=r"but TransformersEngine samples single turns: set data.engine to"):
         build(data={"task": task, "engine": TransformersEngine()})
+    with pytest.raises(ValueError, match=r"data.engine.environment is Echo, but the task has OneTurn: leave"):
+        build(data={"task": task, "engine": engine_of(Echo())})
+    benchmark = Benchmark(task=EnvironmentTask(Echo(), source=SortDigits(num_digits=2, num_held_out=20)))
+    with pytest.raises(ValueError, match=r"benchmark 'echo' and data.task have different environments"):
+        build(data={"task": task, "engine": engine_of(None), "benchmarks": {"echo": benchmark}})
     with pytest.raises(EngineError, match=r"needs an environment: set data\.engine\.environment"):
         fit(rollouts=1, data={"engine": engine_of(None)})
     with pytest.raises(ValueError, match=r"OneTurn does not generate rows: set data.task.source"):
@@ -349,11 +414,11 @@ def test_templates_that_change_earlier_turns(tokenizer):
     with pytest.raises(ValueError, match=r"differently when an observation follows: 'lgrpo.*' becomes 'LGRPO"):
         ObservationEncoder(tokenizer, {}).check()
     tokenizer.chat_template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
-    ObservationEncoder(tokenizer, {}).check()
+    ObservationEncoder(tokenizer, {}).check()  # shows what a user says
     with pytest.raises(ValueError, match=r"does not show messages of the role tool"):
         ObservationEncoder(tokenizer, {"tools": [{}]}).check()
     tokenizer.chat_template = NO_THOUGHTS
-    with pytest.warns(UserWarning, match=r"thoughts of earlier turns stay in the context"):
+    with pytest.warns(UserWarning, match=r"drops the thoughts of earlier turns"):
         ObservationEncoder(tokenizer, {}).check()
     tokenizer.chat_template = CHATML
     with warnings.catch_warnings():

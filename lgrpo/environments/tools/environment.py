@@ -125,7 +125,7 @@ class ToolEnvironment(Environment):
         self._load(described)
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        return [tool.schema for tool in self._tools.values()]
+        return [] if self.result_text is not None else [tool.schema for tool in self._tools.values()]
 
     def use_chat_template(self, chat_template: str | None) -> None:
         if self._parser is None:
