@@ -214,7 +214,7 @@ def test_results_of_parts():
         "tests.environments.trl_style.make_increment",
         {"class_path": "tests.environments.trl_style.Increment"},
     ],
-    ids=str,
+    ids=["class", "instance", "function", "name", "name with colon", "name of a function", "class_path"],
 )
 def test_ways_to_name_an_environment(environment):
     tools = ToolEnvironment(environment, parser=HermesParser())
