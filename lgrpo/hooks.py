@@ -26,7 +26,8 @@ from lgrpo.metrics import StepMetrics
 from lgrpo.policy import CausalPolicy
 from lgrpo.run.resume import ResumeSettings
 from lgrpo.tasks import Task
-from lgrpo.types import PolicyWeights, Prompt, RolloutBatch
+from lgrpo.types import Prompt, RolloutBatch
+from lgrpo.weights import PolicyWeights
 
 Stage = Literal["sync", "generate", "score", "update", "validate"]
 

@@ -30,7 +30,8 @@ from lgrpo.policy.strategy import check_precision, check_strategy, clip_gradient
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.loggers import StepLog, log_evaluation, tolerate_failures
 from lgrpo.run.resume import ResumeSettings, check_policy, describe, load_state, save_state
-from lgrpo.types import EvaluationBatch, PolicyWeights, RolloutBatch
+from lgrpo.types import EvaluationBatch, RolloutBatch
+from lgrpo.weights import PolicyWeights
 
 
 class GRPOModule(L.LightningModule):

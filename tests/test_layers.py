@@ -11,7 +11,7 @@ import lgrpo
 
 ROOT = Path(lgrpo.__file__).parent
 LAYERS = [
-    {"types", "checks"},
+    {"types", "weights", "checks"},
     {"functional", "run"},
     {"metrics", "rewards", "environments"},
     {"advantages", "losses", "policy", "engines", "hooks", "tasks"},

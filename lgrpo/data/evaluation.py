@@ -30,7 +30,8 @@ from lgrpo.rewards import FailedScore
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.folder import run_folder
 from lgrpo.tasks import Task
-from lgrpo.types import Completion, EvaluationBatch, PolicyWeights, Prompt, RolloutBatch
+from lgrpo.types import Completion, EvaluationBatch, Prompt, RolloutBatch
+from lgrpo.weights import PolicyWeights
 
 
 @dataclass(kw_only=True, frozen=True)

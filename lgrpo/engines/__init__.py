@@ -1,11 +1,11 @@
 """Engines sample completions from the behaviour policy."""
 
-from lgrpo.engines.base import BORROWED, EngineState, NoWeightsError, RolloutEngine
+from lgrpo.engines.base import BORROWED, EngineState, RolloutEngine
 from lgrpo.engines.completions import Generation, OnGroup, Sampling, completion_text
 from lgrpo.engines.environment import EnvironmentEngine
 from lgrpo.engines.manifest import SyncRecord, WeightSyncError
 from lgrpo.engines.pool.engine import EnginePool
-from lgrpo.engines.recovery import EngineError, Faults, Timeouts
+from lgrpo.engines.recovery import EngineError, Faults, NoWeightsError, Timeouts
 from lgrpo.engines.servers.engine import VLLMServerEngine
 from lgrpo.engines.transformers import TransformersEngine
 from lgrpo.engines.vllm.engine import VLLMEngine

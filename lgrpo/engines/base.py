@@ -15,10 +15,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.completions import Generation, OnGroup, Sampling
 from lgrpo.engines.manifest import SyncRecord, WeightManifest
-from lgrpo.engines.recovery import EngineError, Faults
+from lgrpo.engines.recovery import EngineError, Faults, NoWeightsError
 from lgrpo.environments import Environment
 from lgrpo.run.resume import ResumeSettings
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import Completion, Prompt
+from lgrpo.weights import PolicyWeights
 
 BORROWED = -1
 """Version of weights that an engine holds only inside ``holding``."""
@@ -42,16 +43,6 @@ class EngineState:
     """Rank of the adapters, if the engine was given only these; None if it holds whole weights."""
     ledger: list[SyncRecord] = field(default_factory=list)
     """One record per sync, in order."""
-
-
-class NoWeightsError(RuntimeError):
-    """An engine was asked for completions before it was given a policy."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the engine holds no weights, so there is no behaviour policy to sample from: give the Trainer a "
-            "WeightSync callback (lgrpo.WeightSync(period=v)), which syncs the policy before the first rollout"
-        )
 
 
 class RolloutEngine(ABC):

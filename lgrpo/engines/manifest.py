@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lgrpo.engines.recovery import EngineError
 from lgrpo.functional import CHUNK_BYTES, as_numbers, chunks, combined_checksum, joined, tensor_checksums
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 
 class WeightSyncError(RuntimeError):

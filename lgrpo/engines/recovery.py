@@ -23,6 +23,16 @@ class EngineError(RuntimeError):
     """An engine cannot start, sync or generate."""
 
 
+class NoWeightsError(RuntimeError):
+    """An engine was asked for completions before it was given a policy."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the engine holds no weights, so there is no behaviour policy to sample from: give the Trainer a "
+            "WeightSync callback (lgrpo.WeightSync(period=v)), which syncs the policy before the first rollout"
+        )
+
+
 class EngineFailure(EngineError):
     """A running engine failed for a reason other than the request: after a restart it may succeed."""
 

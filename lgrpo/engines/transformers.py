@@ -19,12 +19,13 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from lgrpo.checks import check_count
-from lgrpo.engines.base import NoWeightsError, RolloutEngine
+from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
-from lgrpo.engines.recovery import EngineError
+from lgrpo.engines.recovery import EngineError, NoWeightsError
 from lgrpo.functional import named_checksums, stream_uniform
-from lgrpo.types import Completion, PolicyWeights
+from lgrpo.types import Completion
+from lgrpo.weights import PolicyWeights
 
 _BLOCK = 64
 """Number of tokens by which the cache grows, and for which random numbers are drawn at once."""

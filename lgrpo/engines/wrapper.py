@@ -13,7 +13,7 @@ from lgrpo.engines.manifest import SyncRecord, WeightManifest
 from lgrpo.engines.recovery import Faults
 from lgrpo.environments import Environment
 from lgrpo.run.resume import ResumeSettings
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 
 class WrapperEngine(RolloutEngine):

@@ -35,7 +35,7 @@ from lgrpo.run.resume import (
     tokenization_fingerprint,
     vocabulary_fingerprint,
 )
-from lgrpo.types import Adapter, PolicyWeights
+from lgrpo.weights import Adapter, PolicyWeights
 
 
 @final

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lgrpo.policy import adapters
 from lgrpo.policy.causal import CausalPolicy
-from lgrpo.types import PolicyWeights, RolloutBatch
+from lgrpo.types import RolloutBatch
+from lgrpo.weights import PolicyWeights
 
 
 @final

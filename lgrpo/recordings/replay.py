@@ -18,7 +18,8 @@ from lgrpo.engines.wrapper import WrapperEngine
 from lgrpo.recordings.priority import draw, recent_groups, recorded_priorities
 from lgrpo.recordings.recording import RecordedGroup, Recording
 from lgrpo.recordings.tokens import check_completion_lengths, check_sampling, tokenised
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import Completion, Prompt
+from lgrpo.weights import PolicyWeights
 
 
 @final

@@ -9,7 +9,7 @@ import torch
 from lgrpo.engines import TransformersEngine
 from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.vllm.worker_extension import WeightReport
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 
 class FaultyWorker(WeightReport):

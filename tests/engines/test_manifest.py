@@ -12,7 +12,7 @@ from lgrpo import TransformersEngine
 from lgrpo.engines import WeightSyncError
 from lgrpo.engines.manifest import WeightManifest
 from lgrpo.functional import named_checksums
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 from tests.engines.faulty import Distorted
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,7 +11,7 @@ from lgrpo import Prompt, Sampling, TransformersEngine
 from lgrpo.engines import NoWeightsError, WeightSyncError
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.transformers import draw
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 from tests.engines.partial import check_continued
 from tests.helpers import tiny_policy
 

@@ -26,7 +26,7 @@ from lgrpo.engines.vllm.cache_size import with_cache_size
 from lgrpo.engines.vllm.engine import VLLMEngine
 from lgrpo.engines.vllm.runtime import check_context_length
 from lgrpo.engines.wrapper import WrapperEngine
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 Result = TypeVar("Result")
 

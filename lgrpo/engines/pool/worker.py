@@ -24,7 +24,8 @@ from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.pool.cuda_buffers import MappedBuffers, write_file
 from lgrpo.engines.recovery import EngineError, Faults
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import Completion, Prompt
+from lgrpo.weights import PolicyWeights
 
 
 class WorkerRequests:

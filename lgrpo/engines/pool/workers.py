@@ -21,7 +21,7 @@ from lgrpo.engines.processes import ENGINE_PRIORITY, MPS_PRIORITY, visible_devic
 from lgrpo.engines.recovery import EngineFailure, for_each_healthy
 from lgrpo.engines.weight_files import shared_memory
 from lgrpo.functional import CHUNK_BYTES, chunks
-from lgrpo.types import PolicyWeights, whole_iteration
+from lgrpo.weights import PolicyWeights, whole_iteration
 
 TRAINER_VARIABLES = (
     "RANK",

@@ -23,7 +23,8 @@ from lgrpo.engines.servers.requests import ServerRequests, keep_or_leave
 from lgrpo.engines.servers.shared import SharedServers
 from lgrpo.engines.servers.transfer.settings import TransferSettings
 from lgrpo.engines.vllm.runtime import check_context_length, check_vllm_installed
-from lgrpo.types import Completion, PolicyWeights, Prompt
+from lgrpo.types import Completion, Prompt
+from lgrpo.weights import PolicyWeights
 
 Result = TypeVar("Result")
 

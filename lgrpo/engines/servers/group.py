@@ -18,7 +18,7 @@ from lgrpo.engines.servers.client import ServerErrorResponse, VLLMServer
 from lgrpo.engines.servers.launch import ServerLauncher
 from lgrpo.engines.servers.transfer.base import Failures, PeerFailure, WeightTransfer
 from lgrpo.engines.servers.transfer.settings import TransferSettings
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 
 class VersionMismatch(EngineFailure):

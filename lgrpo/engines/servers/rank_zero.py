@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lgrpo.engines.recovery import EngineError
-from lgrpo.types import NamedTensors, PolicyWeights, whole_iteration
+from lgrpo.weights import NamedTensors, PolicyWeights, whole_iteration
 
 Weights = TypeVar("Weights", bound=PolicyWeights | None)
 Outcome = TypeVar("Outcome")

@@ -16,7 +16,7 @@ from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.group import ServedModel, ServerGroup, check_not_cancelled
 from lgrpo.engines.servers.rank_zero import RankZeroChannel, Weights
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 _HEALTH_CHECK_PERIOD = 2.0
 """Seconds between two checks of the servers."""

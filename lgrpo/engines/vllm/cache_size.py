@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lgrpo.engines.vllm.engine import VLLMEngine
-from lgrpo.types import PolicyWeights, whole_iteration
+from lgrpo.weights import PolicyWeights, whole_iteration
 
 _BATCHED_TOKENS = 16384
 """Most tokens that vLLM computes at a time by default."""

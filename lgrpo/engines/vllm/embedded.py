@@ -19,7 +19,7 @@ from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.recovery import EngineError
 from lgrpo.engines.vllm.runtime import explain, import_vllm, isolated
 from lgrpo.engines.weight_files import temporary_folder, write_folder
-from lgrpo.types import NamedTensors
+from lgrpo.weights import NamedTensors
 
 
 def cached_folder(folder: Path, cache: Path) -> Path:

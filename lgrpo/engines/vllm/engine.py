@@ -30,7 +30,7 @@ from lgrpo.engines.vllm.runtime import (
     set_environment,
 )
 from lgrpo.functional import named_checksums
-from lgrpo.types import Adapter, PolicyWeights
+from lgrpo.weights import Adapter, PolicyWeights
 
 
 @final

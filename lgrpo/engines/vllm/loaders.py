@@ -14,7 +14,7 @@ from lgrpo.engines.vllm.embedded import EmbeddedLLM
 from lgrpo.engines.vllm.layout import Layout, WeightViews, checksums, engine_layout, read_parts
 from lgrpo.engines.vllm.runtime import isolated
 from lgrpo.engines.weight_files import temporary_folder
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 
 class WeightLoader(ABC):

@@ -16,7 +16,7 @@ from lgrpo.engines.pool import cuda_buffers, workers
 from lgrpo.engines.pool.cuda_buffers import MappedBuffers, StagedChunk, StagingBuffers, write_file
 from lgrpo.engines.pool.worker import WorkerRequests, portable
 from lgrpo.functional import named_checksums
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDE = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}

@@ -17,7 +17,7 @@ from lgrpo import ReplayEngine, Sampling, TransformersEngine
 from lgrpo.engines import EngineError, EnginePool, Faults, NoWeightsError, VLLMEngine, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.pool.worker_process import WorkerProcess
 from lgrpo.engines.pool.workers import Workers
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 from tests.engines.conftest import build_policy
 from tests.engines.faulty import Distorted
 from tests.engines.partial import check_continued
@@ -425,7 +425,7 @@ import os, time
 from lgrpo import TransformersEngine
 from lgrpo.engines import EnginePool
 from lgrpo.engines.pool.worker_process import WorkerProcess
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 from tests.engines.conftest import build_policy
 pool = EnginePool(TransformersEngine())
 pool.load_weights(build_policy().weights(), 0)

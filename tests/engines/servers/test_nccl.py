@@ -24,7 +24,7 @@ from lgrpo.engines.servers.transfer import nccl
 from lgrpo.engines.servers.transfer.base import PeerFailure
 from lgrpo.engines.servers.transfer.nccl import NCCLTransfer, check_separate_gpus, own_address
 from lgrpo.engines.weight_files import read_folder
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 vllm = pytest.importorskip("vllm")
 NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo = (

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from lgrpo.engines import EngineError
 from lgrpo.engines.servers.rank_zero import RankZeroChannel
-from lgrpo.types import Adapter, PolicyWeights
+from lgrpo.weights import Adapter, PolicyWeights
 
 NUM_TENSORS = 4
 

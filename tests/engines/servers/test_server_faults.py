@@ -21,7 +21,7 @@ from lgrpo import RolloutCallback, Sampling
 from lgrpo.engines import EngineError, Faults, Timeouts, VLLMServerEngine
 from lgrpo.engines.processes import start_process
 from lgrpo.engines.servers.client import VLLMServer
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, disturb, mismatch, prompts
 from tests.test_in_flight import ROLLOUTS, check_probabilities, in_flight
 from tests.test_partial import Weights

@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 from lgrpo.engines import VLLMEngine
 from lgrpo.engines.vllm.cache_size import with_cache_size
 from lgrpo.engines.vllm.embedded import cached_folder
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 GIB = 2**30
 

@@ -18,7 +18,8 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.engines import EngineError, NoWeightsError, VLLMEngine, WeightSyncError
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.vllm.runtime import explain
-from lgrpo.types import RECORDED, PolicyWeights
+from lgrpo.types import RECORDED
+from lgrpo.weights import PolicyWeights
 from tests.engines.episodes import check_episodes
 from tests.engines.partial import check_continued
 from tests.helpers import MODEL, fit, largest_difference, tiny_policy

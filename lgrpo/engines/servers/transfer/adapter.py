@@ -15,7 +15,7 @@ from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.transfer.base import WeightTransfer, parse_checksums
 from lgrpo.engines.vllm.adapter import adapter_flags, read_adapter, write_adapter
 from lgrpo.engines.weight_files import write_folder
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 
 @final

@@ -15,7 +15,7 @@ from lgrpo.engines.recovery import EngineFailure, for_each_healthy
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.vllm.layout import engine_layout
 from lgrpo.engines.weight_files import write_folder
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 Failures = dict[VLLMServer, EngineFailure]
 """Failed servers and the reason of each."""

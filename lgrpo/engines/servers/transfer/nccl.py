@@ -27,7 +27,7 @@ from lgrpo.engines.vllm.layout import engine_layout
 from lgrpo.engines.vllm.runtime import first_line, import_vllm
 from lgrpo.engines.weight_files import read_folder
 from lgrpo.functional import chunks
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 
 @final

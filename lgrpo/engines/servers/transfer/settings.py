@@ -17,7 +17,7 @@ from lgrpo.engines.servers.transfer.base import WeightTransfer
 from lgrpo.engines.servers.transfer.file import FileTransfer
 from lgrpo.engines.servers.transfer.nccl import NCCLTransfer
 from lgrpo.engines.weight_files import shared_memory
-from lgrpo.types import PolicyWeights
+from lgrpo.weights import PolicyWeights
 
 
 @dataclass(kw_only=True, frozen=True)
