@@ -1,4 +1,4 @@
-"""Engines with faults: a server's worker that runs out of memory on request, and weights that change after loading."""
+"""Engines with faults: a server's worker that runs out of memory on request, weights that change, slow processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from lgrpo.engines import TransformersEngine
+from lgrpo.engines import RolloutEngine, TransformersEngine, VLLMEngine
+from lgrpo.engines.completions import Generation
 from lgrpo.engines.manifest import WeightManifest
 from lgrpo.engines.vllm.worker_extension import WeightReport
 from lgrpo.weights import PolicyWeights
@@ -32,3 +33,32 @@ class Distorted(TransformersEngine):
         with torch.no_grad():
             self._model.get_submodule("model.norm").weight.mul_(1.5)
         return manifest
+
+
+class _StoppedAfterAGroup(RolloutEngine):
+    """An engine for a pool that waits for the pool's stop after the first whole group of a new generation."""
+
+    def generate_part(self, generation: Generation) -> None:
+        if any(c.token_ids for group in generation.begun.values() for c in group):
+            return super().generate_part(generation)
+        serve, deadline = self.on_step, time.monotonic() + 60
+
+        def wait() -> None:
+            serve()
+            while generation.groups and not generation.is_stopped and time.monotonic() < deadline:
+                time.sleep(0.01)
+                serve()
+
+        self.on_step = wait
+        try:
+            super().generate_part(generation)
+        finally:
+            self.on_step = serve
+
+
+class StoppedTransformers(_StoppedAfterAGroup, TransformersEngine):
+    pass
+
+
+class StoppedVLLM(_StoppedAfterAGroup, VLLMEngine):
+    pass

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lgrpo import ReplayEngine, Sampling, TransformersEngine
-from lgrpo.engines import EngineError, EnginePool, Faults, NoWeightsError, VLLMEngine, VLLMServerEngine, WeightSyncError
+from lgrpo.engines import EngineError, EnginePool, Faults, NoWeightsError, VLLMServerEngine, WeightSyncError
 from lgrpo.engines.pool.worker_process import WorkerProcess
 from lgrpo.engines.pool.workers import Workers
 from lgrpo.weights import PolicyWeights
 from tests.engines.conftest import build_policy
-from tests.engines.faulty import Distorted
+from tests.engines.faulty import Distorted, StoppedTransformers, StoppedVLLM
 from tests.engines.partial import check_continued
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
 from tests.helpers import fit, largest_difference
@@ -29,7 +29,7 @@ SAMPLING = Sampling(max_tokens=10)
 
 @pytest.fixture(scope="module")
 def pool(policy):
-    pool = EnginePool(TransformersEngine(), num_processes=2)
+    pool = EnginePool(StoppedTransformers(), num_processes=2)
     pool.load_weights(policy.weights(), step=3)
     yield pool
     pool.close()
@@ -453,7 +453,7 @@ def test_workers_end_with_the_trainer():
 @pytest.mark.slow("starts vLLM in two processes")
 def test_vllm_in_two_processes(policy):
     pytest.importorskip("vllm")
-    pool = EnginePool(VLLMEngine(max_model_len=32))
+    pool = EnginePool(StoppedVLLM(max_model_len=32))
     questions = prompts(policy, *TEXTS)
     try:
         pool.load_weights(policy.weights(), step=0)
