@@ -200,6 +200,8 @@ class RolloutBatch:
     @property
     def last_step(self) -> Tensor:
         """[B] int64: ``behaviour_step`` of the last token of each completion, the newest."""
+        import torch
+
         if self.behaviour_step.ndim == 1:
             return self.behaviour_step
         return torch.where(self.completion_mask, self.behaviour_step, self.first_step[:, None]).amax(1)
@@ -216,6 +218,19 @@ class RolloutBatch:
         """Return the columns of a completion, from its first to its last sampled token."""
         sampled = self.completion_mask[row].nonzero()
         return slice(int(sampled[0]), int(sampled[-1]) + 1) if len(sampled) else slice(0, 0)
+
+    def turns(self, row: int) -> list[tuple[float, float]] | None:
+        """Return the environment's reward and the advantage of each turn of an episode; None without an environment."""
+        if self.turn_rewards is None:
+            return None
+        sampled = [*self.completion_mask[row].tolist(), False]
+        ends = [column for column in range(len(sampled) - 1) if sampled[column] and not sampled[column + 1]]
+        return [(float(self.turn_rewards[row, end]), float(self.advantages[row, end])) for end in ends]
+
+    def mean_advantage(self, row: int) -> float | None:
+        """Return the mean advantage of a completion's sampled tokens, which differs only by turn; None without any."""
+        own = self.advantages[row][self.completion_mask[row]].double()  # the mean of equal float32 is then exact
+        return float(own.mean()) if len(own) else None
 
     def spans(self, row: int) -> list[tuple[int, int]]:
         """Return the parts of a completion: number of tokens, and their behaviour step."""

@@ -43,6 +43,8 @@ def with_base(name: str) -> list[str]:
     files = [name] if name in BASES else ["on_policy.yaml", name]
     if name == "papers/a_reuse.yaml":
         files[0] = "papers/a_gsm8k.yaml"
+    if name == "turn_advantage.yaml":
+        files[0] = "guess_number.yaml"
     own = ["--model.policy.name=nobody/model", "--data.task.train=my.jsonl"] if name == "your_own.yaml" else []
     return [*(f"--config={CONFIGS / file}" for file in files), *own]
 
@@ -191,7 +193,9 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")
     only_sometimes |= {"val/reward_failures", *(f"reward/{kind}" for kind in failures)}  # rewards in workers
     only_sometimes |= {f"environment/{kind}" for kind in failures}  # with an environment
-    only_sometimes |= {f"rollout/{name}" for name in ("turns", "observed_length", "model_errors")}
+    only_sometimes |= {
+        f"rollout/{name}" for name in ("turns", "observed_length", "turn_signal_fraction", "model_errors")
+    }
     only_sometimes |= {n for n in explained if n.startswith(("monitor/", "calibration/", "sync/"))}  # tested elsewhere
     writes = ("checkpoint_writes", "file_writes", "logger_writes")
     only_sometimes |= {f"fault/{kind}" for kind in ("nonfinite_steps", *writes)}  # after a failure

@@ -72,3 +72,12 @@ def test_lightning_moves_it_without_losing_the_original():
     assert moved.tokens.device.type == "meta"
     assert batch.tokens.device.type == "cpu"
     assert moved.group_size == 4
+
+
+def test_the_last_step_of_a_completion():
+    batch = a_batch(size=4)
+    assert batch.last_step.tolist() == [0] * 4
+    batch.behaviour_step = torch.where(batch.completion_mask.cumsum(1) > 1, 7, 2)
+    several = batch.completion_mask.sum(1) > 1
+    assert batch.last_step.tolist() == torch.where(several, 7, 2).tolist()
+    assert batch.first_step.tolist() == [2] * 4

@@ -21,6 +21,7 @@ from lgrpo.advantages.scales import (
     Scale,
     VariedShare,
 )
+from lgrpo.advantages.turns import TurnAdvantage
 from lgrpo.advantages.zero_variance import SignedZeroVariance
 
 __all__ = [
@@ -47,5 +48,6 @@ __all__ = [
     "Scale",
     "Scores",
     "SignedZeroVariance",
+    "TurnAdvantage",
     "VariedShare",
 ]

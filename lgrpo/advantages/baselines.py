@@ -15,6 +15,9 @@ from lgrpo.functional import leave_one_out_mean, log_mean_exp
 class Baseline(ABC):
     """Number subtracted from each reward."""
 
+    uses_rollout = False
+    """Whether it is a statistic of the whole rollout instead of each group."""
+
     @abstractmethod
     def __call__(self, groups: Tensor) -> Tensor:
         """Return the baseline of rewards [P, G], in a shape that broadcasts against them."""
@@ -39,6 +42,8 @@ class LeaveOneOut(Baseline):
 @final
 class BatchMean(Baseline):
     """Mean over the whole rollout."""
+
+    uses_rollout = True
 
     def __call__(self, groups: Tensor) -> Tensor:
         return groups.mean()

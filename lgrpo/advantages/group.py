@@ -34,9 +34,12 @@ class ComposedAdvantage(Advantage):
         self.shift = shift
 
     def __call__(self, scores: Scores) -> Tensor:
-        groups = grouped(scores.rewards, scores.group_size)
+        return self.of_groups(grouped(scores.rewards, scores.group_size)).flatten()
+
+    def of_groups(self, groups: Tensor) -> Tensor:
+        """Return the advantages of rewards [P, G]."""
         centred = groups - self.baseline(groups)
-        return (centred / self.scale(groups, centred) + self.shift).flatten()
+        return centred / self.scale(groups, centred) + self.shift
 
 
 @final

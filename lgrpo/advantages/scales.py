@@ -15,6 +15,9 @@ from lgrpo.functional import bernoulli_std, group_std, has_reward_variance, majo
 class Scale(ABC):
     """Number that divides a centred reward."""
 
+    uses_rollout = False
+    """Whether it is a statistic of the whole rollout instead of each group."""
+
     @abstractmethod
     def __call__(self, groups: Tensor, centred: Tensor) -> Tensor:
         """Return the scale of raw and centred rewards [P, G]: positive, in a shape that broadcasts against them."""
@@ -95,6 +98,8 @@ class MajorityStd(Scale):
 class BatchStd(Scale):
     """Standard deviation of all centred rewards of the rollout (REINFORCE++)."""
 
+    uses_rollout = True
+
     def __init__(self, eps: float = 1e-6) -> None:
         """
         Args:
@@ -129,6 +134,8 @@ class VariedShare(Scale):
     >>> VariedShare()(groups, groups - groups.mean(1, keepdim=True))
     tensor(0.2500)
     """
+
+    uses_rollout = True
 
     def __call__(self, groups: Tensor, centred: Tensor) -> Tensor:
         share = has_reward_variance(groups.flatten(), groups.shape[1]).to(groups).mean()

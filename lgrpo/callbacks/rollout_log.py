@@ -19,10 +19,11 @@ PER_ARTIFACT = 100
 """Number of logged rollouts in one table of MLflow, which rewrites a table whenever rows are added to it."""
 COLUMNS = (
     *("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version"),
-    "spans",
+    *("spans", "turns"),
 )
 """Columns of the table. ``behaviour_step``, ``lag`` and ``version`` are those of the first token; ``spans`` lists
-number of tokens and behaviour step of each part of a completion that was sampled from several versions."""
+number of tokens and behaviour step of each part of a completion that was sampled from several versions; ``turns`` lists
+reward and advantage of each turn of an episode, and ``advantage`` is their mean over the sampled tokens."""
 
 
 class RolloutLog(RolloutCallback):
@@ -59,7 +60,7 @@ class RolloutLog(RolloutCallback):
     def _row(self, trainer: L.Trainer, batch: RolloutBatch, i: int) -> dict[str, Any]:
         data = rollout_owner(trainer)
         tokenizer = data.tokenizer
-        sampled, own = batch.completion_mask[i], batch.columns(i)
+        own, advantage = batch.columns(i), batch.mean_advantage(i)
         prompt = batch.attention_mask[i].clone()
         prompt[own] = False
         behaviour_step = None if bool(batch.is_recorded[i]) else int(batch.first_step[i])
@@ -71,12 +72,13 @@ class RolloutLog(RolloutCallback):
             tokenizer.decode(batch.tokens[i][prompt]),
             tokenizer.decode(batch.tokens[i][own]),
             None if bool(batch.rewards[i].isnan()) else round(float(batch.rewards[i]), 6),
-            round(float(batch.advantages[i][sampled][0]), 6) if bool(sampled.any()) else None,
+            None if advantage is None else round(advantage, 6),
             bool(batch.loss_mask[i].any()),
             behaviour_step,
             None if behaviour_step is None else trainer.global_step - behaviour_step,
             versions.get(behaviour_step),
             spans if len(spans) > 1 else None,
+            None if (turns := batch.turns(i)) is None else [[round(number, 6) for number in turn] for turn in turns],
         )
         return dict(zip(COLUMNS, values, strict=True))
 

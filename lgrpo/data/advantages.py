@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lgrpo.advantages import Advantage, Scores
-from lgrpo.functional import completion_log_ratio, has_reward_variance, stream_uniform
-from lgrpo.hooks import policy_owner
+from lgrpo.functional import completion_log_ratio, has_reward_variance, stream_uniform, turn_indices
+from lgrpo.hooks import policy_owner, rollout_owner
 from lgrpo.types import RolloutBatch
 
 
@@ -19,38 +19,63 @@ def set_advantages(batch: RolloutBatch, advantage: Advantage, seed: int, trainer
     """Set ``batch.advantages``. Every rank sees the scores of all, so that statistics cover the whole rollout."""
     size = len(batch)
     siblings = torch.arange(size) % batch.group_size
-    draws = stream_uniform(seed, batch.positions, siblings, -1)  # sampled tokens use the indices from 0 on
-    columns = [batch.rewards.double(), batch.completion_mask.sum(1).double(), draws]
+    own = {
+        "rewards": batch.rewards,
+        "lengths": batch.completion_mask.sum(1),
+        "draws": stream_uniform(seed, batch.positions, siblings, -1),  # sampled tokens use the indices from 0 on
+    }
     if advantage.needs_log_ratios:
-        columns.append(_log_ratios(batch, advantage, trainer))
+        own["log_ratios"] = _log_ratios(batch, advantage, trainer)
     if advantage.needs_parts:
-        columns += [*_parts(batch, advantage).double().flatten(1).unbind(1)]
-    own = torch.stack(columns)
-    gathered: Any = trainer.lightning_module.all_gather(own.to(trainer.strategy.root_device))
-    rewards, lengths, draws, *rest = gathered.view(-1, len(own), size).transpose(0, 1).reshape(len(own), -1).cpu()
-    # in float64 the mean of equal rewards is exactly that reward, and their advantage 0
-    known = ~rewards.view(-1, batch.group_size).isnan().any(1).repeat_interleave(batch.group_size)
-    advantages = torch.zeros_like(rewards)
+        own["parts"] = _parts(batch, advantage)
+    if advantage.needs_turns:
+        own["turn_rewards"] = _turn_rewards(batch, advantage, trainer)
+    gathered = _gathered(own, trainer)
+    known = ~gathered["rewards"].view(-1, batch.group_size).isnan().any(1).repeat_interleave(batch.group_size)
+    shape = gathered["turn_rewards" if advantage.needs_turns else "rewards"].shape
+    advantages = torch.zeros(shape, dtype=torch.float64)
     if bool(known.any()):
-        scores = Scores(
-            rewards=rewards[known],
-            lengths=lengths[known],
-            draws=draws[known],
-            group_size=batch.group_size,
-            log_ratios=rest.pop(0)[known] if advantage.needs_log_ratios else None,
-            parts=torch.stack(rest, 1).unflatten(1, (2, -1))[known] if advantage.needs_parts else None,
-        )
-        values = advantage(scores)
-        if values.shape != scores.rewards.shape or not bool(values.isfinite().all()):
-            raise ValueError(
-                f"{type(advantage).__name__} returned {tuple(values.shape)} advantages for {len(scores.rewards)} "
-                f"completions, {int((~values.isfinite()).sum())} of them not finite"
-            )
-        advantages[known] = values
+        scores = {name: values[known] for name, values in gathered.items()}
+        advantages[known] = _checked(advantage, Scores(**scores, group_size=batch.group_size), advantages[known].shape)
+    if advantage.needs_turns:
+        has_signal = (advantages != 0)[~gathered["turn_rewards"].isnan() & known[:, None]].double()
+        batch.metrics["rollout/turn_signal_fraction"] = float(has_signal.mean()) if len(has_signal) else 0.0
     first = trainer.global_rank * size
-    own_advantages = advantages[first : first + size].float()
-    batch.advantages = torch.where(batch.completion_mask, own_advantages[:, None], 0.0)
+    batch.advantages = _at_tokens(advantages[first : first + size].float(), batch.completion_mask)
     batch.zero_variance = ~has_reward_variance(batch.rewards, batch.group_size) & batch.is_known
+
+
+def _at_tokens(advantages: Tensor, sampled: Tensor) -> Tensor:
+    """Return advantages of completions [B] or turns [B, N] at the tokens [B, T] that were sampled, 0 elsewhere."""
+    if advantages.ndim == 1:
+        return torch.where(sampled, advantages[:, None], 0.0)
+    return torch.where(sampled, advantages.gather(1, turn_indices(sampled).clamp(min=0)), 0.0)
+
+
+def _gathered(own: dict[str, Tensor], trainer: L.Trainer) -> dict[str, Tensor]:
+    """Return the rows [B, …] of all ranks, with one collective.
+
+    In float64 the mean of equal rewards is exactly that reward, and their advantage 0.
+    """
+    flat = {
+        name: values.double().flatten(1) if values.ndim > 1 else values.double()[:, None]
+        for name, values in own.items()
+    }
+    joined = torch.cat([*flat.values()], 1)
+    gathered: Any = trainer.lightning_module.all_gather(joined.to(trainer.strategy.root_device))
+    parts = gathered.view(-1, joined.shape[1]).cpu().split([values.shape[1] for values in flat.values()], 1)
+    return {name: part.reshape(-1, *own[name].shape[1:]) for name, part in zip(own, parts, strict=True)}
+
+
+def _checked(advantage: Advantage, scores: Scores, shape: torch.Size) -> Tensor:
+    """Return the advantages of some scores; raise an error if they are not finite or have another shape."""
+    values = advantage(scores)
+    if values.shape != shape or not bool(values.isfinite().all()):
+        raise ValueError(
+            f"{type(advantage).__name__} returned {tuple(values.shape)} advantages for {len(scores.rewards)} "
+            f"completions, {int((~values.isfinite()).sum())} of them not finite"
+        )
+    return values
 
 
 def _log_ratios(batch: RolloutBatch, advantage: Advantage, trainer: L.Trainer) -> Tensor:
@@ -77,3 +102,24 @@ def _parts(batch: RolloutBatch, advantage: Advantage) -> Tensor:
             "score the completions (data.engine.rewards: task), or use another advantage"
         )
     return torch.stack([batch.rewards, torch.ones_like(batch.rewards)], 1)[:, :, None]
+
+
+def _turn_rewards(batch: RolloutBatch, advantage: Advantage, trainer: L.Trainer) -> Tensor:
+    """Return the environment's reward of each turn, with its weight, [B, N]; NaN for turns that do not exist.
+
+    N is the same on all ranks. A completion without tokens has one turn: its reward counts for its siblings.
+    """
+    if batch.turn_rewards is None:
+        raise ValueError(
+            f"{type(advantage).__name__} needs the rewards of turns, but no completion is an episode: sample with "
+            "data.engine: lgrpo.engines.EnvironmentEngine, or use another advantage"
+        )
+    turns = turn_indices(batch.completion_mask)
+    last = turns.amax(1, keepdim=True).clamp(min=0)
+    largest: Any = last.max().to(trainer.strategy.root_device)
+    if trainer.world_size > 1:
+        largest = trainer.strategy.reduce(largest, reduce_op="max")
+    found = torch.zeros(len(batch), int(largest) + 1, dtype=torch.float64)
+    own = torch.where(batch.completion_mask, batch.turn_rewards, 0.0).double()
+    found.scatter_add_(1, turns.clamp(min=0), own * rollout_owner(trainer).task.reward.turn_weight)
+    return torch.where(torch.arange(found.shape[1]) <= last, found, torch.nan)

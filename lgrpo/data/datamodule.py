@@ -104,7 +104,7 @@ class RolloutDataModule(L.LightningDataModule):
         super().__init__()
         self.task = task
         self.engine: RolloutEngine = TransformersEngine() if engine is None else engine
-        connect_environment(task, self.engine, benchmarks or {})
+        connect_environment(task, self.engine, benchmarks or {}, advantage)
         counts = {"num_prompts": num_prompts, "reuse": reuse, "num_rollouts": num_rollouts}
         counts |= {"micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": max_prompt_tokens}
         for name, value in counts.items():

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import get_args
 
+from lgrpo.advantages import Advantage
 from lgrpo.checks import check_instance
 from lgrpo.data.evaluation import Benchmark
 from lgrpo.engines import RolloutEngine
@@ -15,14 +16,22 @@ from lgrpo.tasks import Task
 from lgrpo.types import Completion
 
 
-def connect_environment(task: Task, engine: RolloutEngine, benchmarks: Mapping[str, Benchmark]) -> None:
-    """Check that both are what they should be, and give the engine the environment of the task, if that has one."""
+def connect_environment(
+    task: Task, engine: RolloutEngine, benchmarks: Mapping[str, Benchmark], advantage: Advantage
+) -> None:
+    """Check that these fit together, and give the engine the environment of the task, if that has one."""
     check_instance("task", task, Task, "a Task, such as lgrpo.tasks.GSM8K()")
     check_instance("engine", engine, RolloutEngine, "a RolloutEngine, such as lgrpo.engines.VLLMEngine()")
     if task.environment is not None and not engine.set_environment(task.environment):
         raise ValueError(
             f"{type(task).__name__} has an environment, but {type(engine).__name__} samples single turns: set "
             "data.engine to lgrpo.engines.EnvironmentEngine, with this engine as data.engine.engine"
+        )
+    if advantage.needs_turns and not (engine.has_turns or engine.replays):
+        raise ValueError(
+            f"data.advantage {type(advantage).__name__} compares turns, but {type(engine).__name__} samples single "
+            "turns: set data.engine to lgrpo.engines.EnvironmentEngine, with this engine as data.engine.engine, or use "
+            "another advantage"
         )
     for name, benchmark in benchmarks.items():
         if type(benchmark.task.environment) is not type(task.environment):

@@ -67,6 +67,7 @@ from lgrpo.functional.trust_region import (
     within_divergence,
     within_entropy_band,
 )
+from lgrpo.functional.turns import turn_indices, turn_returns
 
 __all__ = [
     "CHUNK_BYTES",
@@ -136,6 +137,8 @@ __all__ = [
     "total_variation",
     "trust_region_penalty",
     "trust_region_terms",
+    "turn_indices",
+    "turn_returns",
     "two_side",
     "weighted_mean",
     "whitened_sum",

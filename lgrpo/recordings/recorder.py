@@ -119,7 +119,7 @@ class RolloutRecorder(RolloutCallback):
                     "finish_reason": completion.finish_reason,
                     "reward": float(batch.rewards[row]),
                     "failed": bool(batch.failed[row]),
-                    "advantage": float(batch.advantages[row][sampled][0]) if completion.token_ids else None,
+                    "advantage": batch.mean_advantage(row),
                     "behaviour_step": step,
                     "version": None if step is None else versions.get(step),
                     "spans": spans if len(spans) > 1 else None,

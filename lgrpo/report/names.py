@@ -19,6 +19,7 @@ _ROLLOUT = [
     "truncated_fraction",
     "turns",
     "observed_length",
+    "turn_signal_fraction",
     "model_errors",
     "late_waiting",
     "late_joined",

@@ -70,6 +70,11 @@ class BatchReward(ABC):
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[Score]:
         """Return a finite number or ``NOT_YET`` for each completion; ``prompts[i]`` belongs to ``completions[i]``."""
 
+    @property
+    def turn_weight(self) -> float:
+        """Weight of the environment's rewards of turns in it; 0 if it does not contain them."""
+        return 0.0
+
     def required_fields(self) -> set[str]:
         """Return the fields of a dataset row this reward reads; they are checked before the run starts."""
         return set()
@@ -161,6 +166,10 @@ class WrappedReward(BatchReward):
     @property
     def is_inline(self) -> bool:  # type: ignore[override]
         return self.reward.is_inline
+
+    @property
+    def turn_weight(self) -> float:
+        return self.reward.turn_weight
 
     def required_fields(self) -> set[str]:
         return self.reward.required_fields()

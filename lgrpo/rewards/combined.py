@@ -36,6 +36,10 @@ class WeightedSum(BatchReward):
     def is_inline(self) -> bool:  # type: ignore[override]
         return all(reward.is_inline for reward in self.rewards.values())
 
+    @property
+    def turn_weight(self) -> float:
+        return sum(self.weights[name] * reward.turn_weight for name, reward in self.rewards.items())
+
     def map_leaves(self, change: Callable[[BatchReward], BatchReward]) -> BatchReward:
         return WeightedSum({name: reward.map_leaves(change) for name, reward in self.rewards.items()}, self.weights)
 

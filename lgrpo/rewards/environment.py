@@ -21,6 +21,10 @@ class EnvironmentReward(Reward):
         """
         self.failure_score = failure_score
 
+    @property
+    def turn_weight(self) -> float:
+        return 1.0
+
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         if completion.failure is not None:
             kind, reason = completion.failure
