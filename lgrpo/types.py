@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:  # reward workers start in a tenth of the time without them
-    import torch
     from torch import Tensor
 
 MIN_WIDTH = 2
