@@ -26,6 +26,7 @@ from lgrpo.policy.attention import PACKED
 from lgrpo.policy.compilation import ActivationBudgetBackend, whole_layers
 from lgrpo.policy.forward import can_pack, check_logits, hidden_states, is_packed, logits
 from lgrpo.policy.loading import character_tokenizer, check_folder, check_hub, load_model, load_tokenizer
+from lgrpo.run.chat_templates import read_chat_template
 from lgrpo.run.resume import (
     ResumeSettings,
     architecture_of,
@@ -56,6 +57,7 @@ class CausalPolicy(nn.Module):
         tokenizer: str | None = None,
         characters: str | None = None,
         pad_token: str | None = None,
+        chat_template: str | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
         attention: str = "packed",
         compile: bool = False,
@@ -73,6 +75,8 @@ class CausalPolicy(nn.Module):
             tokenizer: Hub name or folder of the tokenizer. By default the model's.
             characters: Instead of ``tokenizer``: the alphabet of a character-level tokenizer.
             pad_token: Padding token, for a tokenizer that defines none: one of its tokens.
+            chat_template: Chat template instead of the tokenizer's: a file, or the name of one that TRL ships, such as
+                ``qwen3_training``.
             dtype: Data type of the trained weights. Keep float32 and use ``trainer.precision: bf16-mixed`` for speed.
             attention: ``packed``: rows are concatenated without padding. Or an implementation of transformers: sdpa and
                 eager with padding, flash_attention_2 and _3 without.
@@ -107,6 +111,7 @@ class CausalPolicy(nn.Module):
         self.tokenizer_name = tokenizer
         self.characters = characters
         self.pad_token = pad_token
+        self.chat_template = chat_template
         self.dtype = getattr(torch, dtype)
         self.attention = attention
         self.compile_layers = compile
@@ -123,6 +128,12 @@ class CausalPolicy(nn.Module):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, which has a pad token."""
+        tokenizer = self._load_tokenizer()
+        if self.chat_template is not None:
+            tokenizer.chat_template = read_chat_template(self.chat_template)
+        return tokenizer
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.characters is not None:
             return character_tokenizer(self.characters)
         if self.tokenizer_name is not None:
