@@ -164,6 +164,8 @@ class RolloutBatch:
     """[B, 2, K] float32: each reward of a weighted sum, and its weight; None if the reward is not a sum."""
     turn_rewards: Tensor | None = None
     """[B, T] float32: reward of each turn at its last token, 0 elsewhere; None without an environment."""
+    episode_failed: Tensor | None = None
+    """[B] bool: episodes that a failure of their environment ended; None without an environment."""
     zero_variance: Tensor | None = None
     """[B] bool: completions of groups whose rewards are all equal, set with the advantages."""
     totals: StepTotals = field(default_factory=StepTotals)

@@ -61,6 +61,7 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
         rewards=as_rewards(scores),
         reward_parts=as_reward_parts(scores),
         turn_rewards=_turn_rewards(completions, starts, width),
+        episode_failed=_episode_failed(completions),
         advantages=torch.zeros(size, width),
         behaviour_step=_behaviour_steps(completions, starts, width),
         positions=torch.tensor([p.position for p in prompts]),
@@ -99,6 +100,13 @@ def _turn_rewards(completions: Sequence[Completion], starts: Tensor, width: int)
         for (_, stop), reward in zip(completion.turns, completion.turn_rewards or (), strict=False):
             rewards[row, int(starts[row]) + stop - 1] = reward
     return rewards
+
+
+def _episode_failed(completions: Sequence[Completion]) -> Tensor | None:
+    """Return which episodes a failure of their environment ended; None if no completion is an episode."""
+    if all(c.turn_rewards is None for c in completions):
+        return None
+    return torch.tensor([c.failure is not None for c in completions])
 
 
 def as_rewards(scores: Sequence[Score]) -> Tensor:
@@ -140,6 +148,7 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
         last_turn = token_ids[observed[-1][1] if observed else 0 :]
         ends = [start - 1 for start, _ in observed] + [len(token_ids) - 1] * bool(token_ids)
         rewards = None if batch.turn_rewards is None else batch.turn_rewards[row][own][ends].tolist()
+        failed = batch.episode_failed is not None and bool(batch.episode_failed[row])
         spans = [Span(*span, UNKNOWN_VERSION) for span in batch.spans(row)]
         completions.append(
             Completion(
@@ -151,7 +160,7 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
                 earlier=tuple(spans[:-1]),
                 observed=observed,
                 turn_rewards=None if rewards is None else tuple(rewards),
-                failure=("errors", "the environment failed") if rewards is not None and batch.failed[row] else None,
+                failure=("errors", "the environment failed") if failed else None,
             )
         )
     return completions

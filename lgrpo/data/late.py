@@ -103,6 +103,8 @@ def with_scores(group: RolloutBatch, scores: Sequence[Score]) -> RolloutBatch:
     """Return the group with its unknown rewards set to the given scores."""
     unknown = group.rewards.isnan()
     failed = torch.tensor([isinstance(score, FailedScore) for score in scores])
+    if group.episode_failed is not None:
+        failed |= group.episode_failed
     return replace(
         group,
         rewards=torch.where(unknown, as_rewards(scores), group.rewards),

@@ -125,6 +125,7 @@ class RolloutRecorder(RolloutCallback):
                     "spans": spans if len(spans) > 1 else None,
                     "observed": [{"start": start, "stop": stop} for start, stop in completion.observed] or None,
                     "turn_rewards": completion.turn_rewards,
+                    "episode_failed": None if completion.turn_rewards is None else completion.failure is not None,
                 }
             )
         return rows

@@ -46,16 +46,19 @@ SCHEMA = pa.schema(
         ("version", pa.int64()),
         # tokens of each behaviour step, if a completion has several; behaviour_step is the first one then
         ("spans", pa.list_(pa.struct([("tokens", pa.int32()), ("step", pa.int64()), ("version", pa.int64())]))),
-        # ranges of tokens that an environment wrote, and its reward of each turn
+        # ranges of tokens that an environment wrote, its reward of each turn, and whether its failure ended the episode
         ("observed", pa.list_(pa.struct([("start", pa.int32()), ("stop", pa.int32())]))),
         ("turn_rewards", pa.list_(pa.float32())),
+        ("episode_failed", pa.bool_()),
     ]
 )
 """Schema of a recording. Files of other programs need only ``prompt`` and ``completion``."""
 
 _KEY = b"lgrpo"
 _FORMAT = 1
-_ADDED = ("spans", "observed", "turn_rewards")
+_EPISODES = ("observed", "turn_rewards", "episode_failed")
+"""Columns that only episodes have."""
+_ADDED = ("spans", *_EPISODES)
 """Columns that older recordings do not have."""
 _LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "finish_reason"}
 """Columns that hold lists over all siblings of a prompt, and their names for one completion."""
@@ -130,7 +133,7 @@ class Recording:
     def fingerprint(self) -> str:
         """Fingerprint of the whole table."""
         digest = hashlib.sha256()
-        unused = [name for name in ("observed", "turn_rewards") if self.table[name].null_count == len(self.table)]
+        unused = [name for name in _EPISODES if self.table[name].null_count == len(self.table)]
         for batch in self.table.drop_columns(unused).combine_chunks().to_batches():  # as before there were such columns
             digest.update(batch.serialize())
         return digest.hexdigest()[:16]
@@ -211,6 +214,7 @@ def _completion(row: Mapping[str, Any], keeps_reward: bool) -> Completion:
         reward=reward,
         observed=observed,
         turn_rewards=None if row["turn_rewards"] is None else tuple(row["turn_rewards"]),
+        failure=("errors", "its environment failed when it was recorded") if row["episode_failed"] else None,
     )
 
 

@@ -27,7 +27,7 @@ class Rescored:
 
     num_completions: int
     num_failed: int
-    """Number of completions that could not be scored and have ``scoring.failure_score``."""
+    """Number of completions that could not be scored, or whose episode had failed when it was recorded."""
     num_waiting: int
     """Number of completions whose score is not known yet."""
     before: float | None
@@ -60,7 +60,8 @@ def rescore(path: str, out: Path, task: Task, scoring: Scoring | None, tokenizer
     finally:
         scorer.close()
     ordered = [scores[row] for row in range(len(recording.table))]
-    failed = [isinstance(score, FailedScore) for score in ordered]
+    episodes = recording.table["episode_failed"].to_pylist()
+    failed = [isinstance(score, FailedScore) or bool(ended) for score, ended in zip(ordered, episodes, strict=True)]
     rewards = [None if isinstance(score, NotYet) else float(score) for score in ordered]
     table = with_column(recording.table, "reward", rewards)
     table = with_column(with_column(table, "failed", failed), "advantage", [None] * len(rewards))

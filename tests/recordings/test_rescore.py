@@ -11,8 +11,9 @@ from lgrpo import ReplayEngine, RolloutRecorder
 from lgrpo.cli import main
 from lgrpo.losses import ComposedLoss
 from lgrpo.recordings import RecordedPrompts, Recording, rescore
-from lgrpo.rewards import NOT_YET, ExactMatch, Reward, Scoring
+from lgrpo.rewards import NOT_YET, EnvironmentReward, ExactMatch, Reward, Scoring, WeightedSum
 from lgrpo.tasks import SortDigits
+from tests.engines.test_environment import Failing, data_of
 from tests.helpers import LowDigits, fit, tiny_policy
 
 TINY = Path(__file__).parent.parent.parent / "configs" / "tiny.yaml"
@@ -122,3 +123,24 @@ def test_recordings_that_cannot_be_scored(recorded, tmp_path):
     task = SortDigits(num_digits=2, num_held_out=20, reward=ExactMatch(field="nowhere"))
     with pytest.raises(ValueError, match=r"the reward reads \['nowhere'\]"):
         rescore(str(recorded), tmp_path / "no.parquet", task, None, tiny_policy().tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*second turn")
+def test_failed_episodes_stay_failed(tmp_path):
+    """An environment cannot be asked again, whatever scores its episodes: here, and in a run that replays them."""
+    folder, out = tmp_path / "rollouts", tmp_path / "scored.parquet"
+    first = fit(v=1, rollouts=2, data=data_of(Failing()), callbacks=[RolloutRecorder(path=str(folder))])
+    before = Recording.read(str(folder)).table.to_pylist()
+    assert 0 < sum(row["episode_failed"] for row in before) < len(before)
+    for reward, expected in ((EnvironmentReward(failure_score=-5.0), -5.0), (LowDigits(), None)):
+        task = SortDigits(num_digits=2, num_held_out=20, reward=reward)
+        done = rescore(str(folder), out, task, Scoring(), tiny_policy().tokenizer)
+        after = Recording.read(str(out)).table.to_pylist()
+        assert [row["failed"] for row in after] == [row["episode_failed"] for row in before]
+        assert done.num_failed == sum(row["failed"] for row in after)
+        assert all(row["reward"] == expected for row in after if row["failed"] and expected is not None)
+        out.unlink()
+    settings = data_of(reward=WeightedSum({"game": EnvironmentReward(), "low": LowDigits()}))
+    again = fit(v=1, rollouts=2, data=settings | {"engine": ReplayEngine(str(folder), rewards="task")})
+    for one, other in zip(first.recorder.rollouts, again.recorder.rollouts, strict=True):
+        assert other.failed.tolist() == one.failed.tolist() == other.episode_failed.tolist()
