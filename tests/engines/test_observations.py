@@ -132,7 +132,7 @@ def test_templates_of_trl(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ANSWERS_REFUSED])
 def test_answers_and_observations_are_the_whole_conversation(name):
-    """What is appended after each answer is what the template renders for the whole conversation."""
+    """The template renders the whole conversation as the sum of its answers and the appended differences."""
     tokenizer = tokenizer_of(template(name))
     encoder = ObservationEncoder(tokenizer, {})
     messages = [{"role": "user", "content": "The answer?"}]
@@ -194,7 +194,7 @@ def test_a_training_variant_is_used_by_name(tmp_path):
 
 @pytest.mark.parametrize("name", ["HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"])
 def test_tokenizers_of_models(name):
-    """Of models in the cache, or in the folder that LGRPO_MODELS names."""
+    """Models are in the cache, or in the folder that LGRPO_MODELS names."""
     folder = Path(os.environ.get("LGRPO_MODELS", "")) / name.split("/")[1]
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, local_files_only=True)
