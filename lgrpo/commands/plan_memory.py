@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pydoc import locate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jsonargparse import Namespace
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lgrpo.commands.plan_time import time_row
 from lgrpo.commands.settings import policy_from_settings
+from lgrpo.data.episodes import check_turns
 from lgrpo.data.schedule import checked_overlap
 from lgrpo.engines import RolloutEngine, TransformersEngine
 from lgrpo.policy import GradientProjection, LoRA, add_adapter
@@ -116,8 +117,13 @@ def _stores_behaviour(config: Namespace) -> bool:
 
 
 def overlapping_engine(config: Namespace) -> type[RolloutEngine] | None:
-    """Return the class of the engine if it samples while the trainer updates; raise an error if it cannot."""
-    engine_class = _engine_class(config)
+    """Return the class of the engine if it samples while the trainer updates; raise an error if it cannot.
+
+    The same if the advantage needs another engine.
+    """
+    engine_class, outer = _engine_class(config), config.data.engine
+    advantage: Any = locate(config.data.advantage.class_path)
+    check_turns(advantage, TransformersEngine if outer is None else cast(Any, locate(outer.class_path)))
     if checked_overlap(config.data.overlap, engine_class):
         return engine_class
     return None

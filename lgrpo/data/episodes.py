@@ -10,7 +10,7 @@ from typing import get_args
 from lgrpo.advantages import Advantage
 from lgrpo.checks import check_instance
 from lgrpo.data.evaluation import Benchmark
-from lgrpo.engines import RolloutEngine
+from lgrpo.engines import EnvironmentEngine, RolloutEngine
 from lgrpo.rewards import Failure
 from lgrpo.tasks import Task
 from lgrpo.types import Completion
@@ -27,18 +27,23 @@ def connect_environment(
             f"{type(task).__name__} has an environment, but {type(engine).__name__} samples single turns: set "
             "data.engine to lgrpo.engines.EnvironmentEngine, with this engine as data.engine.engine"
         )
-    if advantage.needs_turns and not (engine.has_turns or engine.replays):
-        raise ValueError(
-            f"data.advantage {type(advantage).__name__} compares turns, but {type(engine).__name__} samples single "
-            "turns: set data.engine to lgrpo.engines.EnvironmentEngine, with this engine as data.engine.engine, or use "
-            "another advantage"
-        )
+    check_turns(type(advantage), type(engine))
     for name, benchmark in benchmarks.items():
         if type(benchmark.task.environment) is not type(task.environment):
             raise ValueError(
                 f"benchmark {name!r} and data.task have different environments, but one engine samples both: evaluate "
                 "it in a run of its own"
             )
+
+
+def check_turns(advantage: type[Advantage], engine: type[RolloutEngine]) -> None:
+    """Raise an error if the advantage compares turns, but the engine cannot return episodes."""
+    if advantage.needs_turns and not (issubclass(engine, EnvironmentEngine) or engine.replays):
+        raise ValueError(
+            f"data.advantage {advantage.__name__} compares turns, but {engine.__name__} samples single turns: set "
+            "data.engine to lgrpo.engines.EnvironmentEngine, with this engine as data.engine.engine, or use another "
+            "advantage"
+        )
 
 
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:

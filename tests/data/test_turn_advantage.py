@@ -351,6 +351,14 @@ def test_messages(make, message):
         make()
 
 
+def test_the_plan_refuses_single_turns(capsys):
+    overlay = f"--config={CONFIGS / 'turn_advantage.yaml'}"
+    with pytest.raises(ValueError, match=r"TurnAdvantage compares turns, but TransformersEngine samples single turns"):
+        main(["plan", f"--config={CONFIGS / 'demo.yaml'}", overlay])
+    main(["plan", f"--config={CONFIGS / 'guess_number.yaml'}", overlay])
+    assert "zero-variance groups  kept" in capsys.readouterr().out
+
+
 def test_a_recording_without_episodes(tmp_path):
     fit(v=1, rollouts=1, callbacks=[RolloutRecorder(path=str(tmp_path))])
     with pytest.raises(ValueError, match=r"TurnAdvantage needs the rewards of turns, but no completion is an episode"):
