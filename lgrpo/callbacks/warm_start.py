@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.utils.rnn import pad_sequence
 
+from lgrpo.callbacks.demonstrations import Demonstrations
 from lgrpo.checks import check_count, check_range
 from lgrpo.hooks import policy_owner
 from lgrpo.policy import CausalPolicy
@@ -18,6 +19,9 @@ from lgrpo.types import Prompt
 
 class SupervisedWarmStart(L.Callback):
     """Trains the policy on the ``solution`` field of the training rows, then refreshes the reference.
+
+    A solution is a text, or the list of the policy's turns in an episode; the environment answers them, and its
+    observations are not trained on.
 
     Group-relative methods learn from differences between siblings, and a model that is always wrong has none. Does
     nothing when a run is resumed.
@@ -53,8 +57,10 @@ class SupervisedWarmStart(L.Callback):
         optimizer = torch.optim.AdamW(policy.parameters(), lr=self.learning_rate)
         device = trainer.strategy.root_device
         pl_module.train()
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        demonstrations = Demonstrations(data.tokenizer, data.task.environment)
         for step in range(self.num_steps):
-            tokens, mask = self._batch(trainer, step)
+            tokens, mask = self._batch(trainer, step, demonstrations)
             logprobs, _ = policy(tokens.to(device), mask.to(device), temperature=1.0)
             loss = -logprobs.sum() / mask.sum()
             optimizer.zero_grad()
@@ -65,7 +71,9 @@ class SupervisedWarmStart(L.Callback):
             policy_owner(trainer).refresh_reference()
         rank_zero_info(f"Warm start: {self.num_steps} supervised steps, last loss {loss.item():.3f} per token.")
 
-    def _batch(self, trainer: L.Trainer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(
+        self, trainer: L.Trainer, step: int, demonstrations: Demonstrations
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens [B, T] and the mask of the solutions in them."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         prompts = data.train_prompts
@@ -80,16 +88,15 @@ class SupervisedWarmStart(L.Callback):
                 raise ValueError(
                     f"a warm start needs the field 'solution'; the training rows have {sorted(prompt.row)}"
                 )
-            text, context = str(prompt.row["solution"]), policy_owner(trainer).policy.context_length
-            if len(text) > context and len(text) > context * longest_token(data.tokenizer):
+            solution, context = prompt.row["solution"], policy_owner(trainer).policy.context_length
+            length = sum(map(len, solution)) if isinstance(solution, list) else len(str(solution))
+            if length > context and length > context * longest_token(data.tokenizer):
                 raise ValueError(
-                    f"the solution of the prompt {prompt.text[:60]!r} has {len(text)} characters, more than the "
+                    f"the solution of the prompt {prompt.text[:60]!r} has {length} characters, more than the "
                     f"{context} tokens of the model's context can hold: shorten it, or leave the row out"
                 )
-            solution = data.tokenizer(text, add_special_tokens=False).input_ids
-            if data.tokenizer.eos_token_id is not None:
-                solution = [*solution, data.tokenizer.eos_token_id]
-            rows.append(torch.tensor(prompt.token_ids + solution))
-            masks.append(torch.tensor([False] * len(prompt.token_ids) + [True] * len(solution)))
+            token_ids, is_trained = demonstrations(prompt)
+            rows.append(torch.tensor(prompt.token_ids + token_ids))
+            masks.append(torch.tensor([False] * len(prompt.token_ids) + is_trained))
         tokens = pad_sequence(rows, batch_first=True, padding_value=data.tokenizer.pad_token_id)
         return tokens, pad_sequence(masks, batch_first=True, padding_value=False)

@@ -29,6 +29,7 @@ COMMANDS = {
     "validate": Command("fit", "Evaluate a policy, or every checkpoint of a run, on the validation problems."),
     "test": Command("fit", "Evaluate a policy, or every checkpoint of a run, on the test problems."),
     "plan": Command("plan", "Print what a config means: schedule, lags, syncs, tokens, memory."),
+    "play": Command("play", "Watch a checkpoint play an episode of its environment, or play it yourself."),
     "export": Command("export", "Write the policy of a checkpoint as a Hugging Face folder."),
     "consolidate": Command("consolidate", "Convert a sharded checkpoint to one file."),
     "report": Command("report", "Write an HTML page of one run or several runs."),

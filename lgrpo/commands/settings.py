@@ -10,12 +10,19 @@ from jsonargparse import ArgumentParser, Namespace, dict_to_namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lgrpo.commands.fit import LGRPOCLI
+from lgrpo.data import RolloutDataModule
 from lgrpo.policy import CausalPolicy, LoRA
 
 
 def parse_settings(args: list[str]) -> Namespace:
     """Return the settings that ``lgrpo fit`` would read from its arguments."""
     return _SettingsCLI(args).config
+
+
+def build_settings(path: Path) -> tuple[Namespace, RolloutDataModule]:
+    """Return the settings in a config, and the data module that they describe. Its classes are imported."""
+    cli = _SettingsCLI([f"--config={path}", "--seed_everything=false"])
+    return cli.config, cli.parser.instantiate_classes(cli.config).data
 
 
 def read_settings(path: Path) -> Namespace:

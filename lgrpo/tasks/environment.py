@@ -33,6 +33,7 @@ class EnvironmentTask(Task):
         seed: int = 0,
         template: Template | None = None,
         reward: BatchReward | None = None,
+        solution: list[str] | None = None,
     ) -> None:
         """
         Args:
@@ -43,6 +44,8 @@ class EnvironmentTask(Task):
             seed: Seed of the generated rows.
             template: Template that turns a row into a prompt; by default that of the source, or the field question.
             reward: Reward of an episode; by default that of the source, or the environment's.
+            solution: Templates of the policy's turns in an episode, such as ``["{answer}"]``, for a warm start; by
+                default the field ``solution`` of the rows.
         """
         if source is None and not isinstance(environment, Game):
             raise ValueError(
@@ -55,6 +58,7 @@ class EnvironmentTask(Task):
         super().__init__(template, reward)
         self.environment: Environment = environment
         self.source = source
+        self.solution = solution
         check_count("num_held_out", num_held_out, above=0, below=num_rows, reason="the number of rows")
         self._rows: dict[str, Sequence[Row]] = {}
         if isinstance(environment, Game) and source is None:
@@ -70,7 +74,9 @@ class EnvironmentTask(Task):
 
     def rows(self, split: Split) -> Sequence[Row]:
         rows = self._rows[split] if self.source is None else self.source.rows(split)
-        return [self._with_observation(row) for row in rows] if "observation" in self.template.fields() else rows
+        if "observation" in self.template.fields():
+            rows = [self._with_observation(row) for row in rows]
+        return rows if self.solution is None else [self._with_solution(row) for row in rows]
 
     def locations(self, split: Split) -> Sequence[str] | None:
         return None if self.source is None else self.source.locations(split)
@@ -80,6 +86,14 @@ class EnvironmentTask(Task):
 
     def final_answer(self, text: str) -> str | None:
         return self.reward.final_answer(text) if self.source is None else self.source.final_answer(text)
+
+    def _with_solution(self, row: Mapping[str, Any]) -> Row:
+        try:
+            return {**row, "solution": [text.format_map(row) for text in self.solution or ()]}
+        except KeyError as error:
+            raise ValueError(
+                f"data.task.solution reads the field {error}, but the rows have {', '.join(sorted(row))}"
+            ) from error
 
     def _with_observation(self, row: Mapping[str, Any]) -> Row:
         observation = copy.deepcopy(self.environment).reset(row)  # this one is sent to other processes later

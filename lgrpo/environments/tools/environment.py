@@ -168,10 +168,14 @@ class ToolEnvironment(Environment):
         reward = None if function is None else await value_of(function())
         return 0.0 if reward is None else float(reward)
 
-    async def _step(self, text: str) -> Turn:
+    def calls(self, text: str) -> list[Call | TurnError]:
+        """Return the calls in a text, and an error for each that cannot be read; nothing is executed."""
         if self._parser is None:
             raise RuntimeError("the parser of tool calls is not known yet: call use_chat_template, or set parser")
-        found = self._parser.parse(text)
+        return self._parser.parse(text)
+
+    async def _step(self, text: str) -> Turn:
+        found = self.calls(text)
         if not found:
             return Turn(reward=await self._reward(), done=True)
         messages, errors = [], []
