@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, final
 
 from lgrpo.checks import check_count
-from lgrpo.environments import Environment, Game, Observation
+from lgrpo.environments import Environment, Observation
 from lgrpo.rewards import BatchReward, EnvironmentReward
 from lgrpo.rewards.base import run_anywhere
 from lgrpo.tasks.base import Split, Task
@@ -18,7 +18,7 @@ from lgrpo.tasks.template import Template
 
 @final
 class EnvironmentTask(Task):
-    """Episodes of an environment: a game, which generates its own rows, or any environment with the rows of a task.
+    """Episodes of an environment: one that generates its own rows, such as a game, or any with the rows of a task.
 
     It needs an ``EnvironmentEngine``, which takes the environment from here. A template that reads ``{observation}``
     shows what ``reset`` returns for the row; ``reset`` then also runs in the trainer's process.
@@ -38,7 +38,7 @@ class EnvironmentTask(Task):
         """
         Args:
             environment: Environment that answers each turn.
-            source: Task with the rows; by default the environment, which must be a game, generates them.
+            source: Task with the rows; by default the environment, such as a game, generates them.
             num_rows: Number of generated rows.
             num_held_out: Number of generated rows that are kept for validation.
             seed: Seed of the generated rows.
@@ -47,7 +47,8 @@ class EnvironmentTask(Task):
             solution: Templates of the policy's turns in an episode, such as ``["{answer}"]``, for a warm start; by
                 default the field ``solution`` of the rows.
         """
-        if source is None and not isinstance(environment, Game):
+        generate_rows = getattr(environment, "generate_rows", None)
+        if source is None and generate_rows is None:
             raise ValueError(
                 f"{type(environment).__name__} does not generate rows: set data.task.source to a task that has them"
             )
@@ -61,8 +62,8 @@ class EnvironmentTask(Task):
         self.solution = solution
         check_count("num_held_out", num_held_out, above=0, below=num_rows, reason="the number of rows")
         self._rows: dict[str, Sequence[Row]] = {}
-        if isinstance(environment, Game) and source is None:
-            rows = environment.generate_rows(num_rows, seed)
+        if source is None and generate_rows is not None:
+            rows = generate_rows(num_rows, seed)
             held_out = rows[:num_held_out]
             train = [row for row in rows[num_held_out:] if row not in held_out]
             if not train:
