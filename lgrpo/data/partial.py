@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -73,14 +73,22 @@ class GroupsInProgress:
 
     def restart(self) -> None:
         """Forget the tokens of all groups, which are then sampled from the beginning."""
-        nothing: dict[str, Any] = {"token_ids": [], "logprobs": [], "text": "", "finish_reason": None, "earlier": ()}
-        self.groups = {number: [replace(c, **nothing) for c in group] for number, group in self.groups.items()}
+        self.groups = {number: [_emptied(c) for c in group] for number, group in self.groups.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain containers and tensors."""
+    def state_dict(self, can_continue: bool) -> dict[str, Any]:
+        """Return plain containers and tensors.
+
+        Args:
+            can_continue: Whether unfinished completions can be continued after a resume; if not, they have no tokens.
+        """
+
+        def packed(completion: Completion) -> dict[str, Any]:
+            is_kept = can_continue or completion.finish_reason is not None
+            return _packed(completion if is_kept else _emptied(completion))
+
         return {
             "num_begun": self.num_begun,
-            "groups": {number: [_packed(c) for c in group] for number, group in self.groups.items()},
+            "groups": {number: [packed(c) for c in group] for number, group in self.groups.items()},
         }
 
     @classmethod
@@ -157,15 +165,22 @@ class PartialSampler:
         progress = self._after.get(rollout)
         if progress is None:
             return None
-        return {"rollout": rollout, "sampling": describe(self._sampler.sampling), **progress.state_dict()}
+        can_continue = not self._sampler.engine.has_turns  # the state of an environment is never saved
+        return {"rollout": rollout, **self._settings_of_tokens(), **progress.state_dict(can_continue)}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._after = {}
         if state is not None:
             progress = GroupsInProgress.from_state_dict(state)
-            if state.get("sampling") != describe(self._sampler.sampling):
+            if any(state.get(name) != value for name, value in self._settings_of_tokens().items()):
                 progress.restart()  # their tokens were drawn from another distribution, or are too many
             self._after[state["rollout"]] = progress
+
+    def _settings_of_tokens(self) -> dict[str, Any]:
+        """Return the settings that the tokens of unfinished groups depend on."""
+        engine = self._sampler.engine
+        episodes = {"episodes": describe(engine.resume_settings())} if engine.has_turns else {}
+        return {"sampling": describe(self._sampler.sampling), **episodes}
 
     def _position(self, number: int) -> int:
         """Return the position in the run of a prompt, by its number on this rank."""
@@ -232,6 +247,18 @@ def versions_of(group: Sequence[Completion]) -> set[int]:
     return {span.version for completion in group for span in completion.spans if span.num_tokens}
 
 
+def _emptied(completion: Completion) -> Completion:
+    """Return a completion without tokens, which is sampled from the beginning."""
+    return Completion(
+        token_ids=[],
+        logprobs=[],
+        text="",
+        finish_reason=None,
+        behaviour_step=completion.behaviour_step,
+        version=completion.version,
+    )
+
+
 def _packed(completion: Completion) -> dict[str, Any]:
     return {
         "token_ids": torch.tensor(completion.token_ids, dtype=torch.int64),
@@ -241,6 +268,10 @@ def _packed(completion: Completion) -> dict[str, Any]:
         "behaviour_step": completion.behaviour_step,
         "version": completion.version,
         "earlier": [tuple(span) for span in completion.earlier],
+        "observed": completion.observed,
+        "turn_rewards": completion.turn_rewards,
+        "failure": completion.failure,
+        "num_errors": completion.num_errors,
     }
 
 

@@ -119,9 +119,10 @@ class RolloutSchedule:
             yield
 
     def close(self) -> None:
-        """Stop sampling and give up what is being sampled."""
+        """Stop sampling and give up what is being sampled, and episodes that would be continued."""
         if self._queue.close():
             self.engine.close()  # ends a generation in the background, which would keep the process alive
+        self.engine.end_episodes()
 
     def rest_engine(self) -> None:
         """Have the engine release its memory, unless it may be sampling in the background."""

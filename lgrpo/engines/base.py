@@ -340,6 +340,9 @@ class RolloutEngine(ABC):
         passes what is unfinished then to ``generation.leave``.
         """
 
+    def end_episodes(self) -> None:  # noqa: B027
+        """End the episodes of an environment that are live, and its processes, because a fit has ended."""
+
     @abstractmethod
     def close(self) -> None:
         """Release memory and processes. The engine can be given weights again afterwards."""

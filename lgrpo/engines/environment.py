@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.checks import check_count
 from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
-from lgrpo.engines.episode_sampler import Episode, EpisodeSampler
+from lgrpo.engines.episode import Episode
+from lgrpo.engines.episode_sampler import EpisodeSampler
 from lgrpo.engines.observations import ObservationEncoder
+from lgrpo.engines.partial_episodes import LiveEpisodes, PartialEpisodeSampler
 from lgrpo.engines.recovery import EngineError
 from lgrpo.engines.transformers import TransformersEngine
 from lgrpo.engines.wrapper import WrapperEngine
@@ -37,6 +39,9 @@ class EnvironmentEngine(WrapperEngine):
 
     The turns of all episodes that are ready are sampled together; an episode whose environment is slow joins a later
     call. Each turn has its own random stream, so this does not change what is sampled.
+
+    In a partial generation (``generate_part``) episodes that are not over keep their tokens and their environments, and
+    the next one continues them.
     """
 
     def __init__(
@@ -64,7 +69,9 @@ class EnvironmentEngine(WrapperEngine):
         self.max_turns = max_turns
         self.max_tokens_per_turn = max_tokens_per_turn
         self.limits = limits
+        self.can_continue = self.engine.can_continue
         self._episodes: Episodes | None = None
+        self._live = LiveEpisodes()
         self._failures = EpisodeFailures("the environment")
         self._warned: set[str] = set()
 
@@ -74,9 +81,8 @@ class EnvironmentEngine(WrapperEngine):
                 f"data.engine.environment is {type(self.environment).__name__}, but the task has "
                 f"{type(environment).__name__}: leave the engine's out"
             )
-        if self.environment is not environment and self._episodes is not None:
-            self._episodes.close()
-            self._episodes = None
+        if self.environment is not environment:
+            self.end_episodes()
         self.environment = environment
         return True
 
@@ -87,9 +93,7 @@ class EnvironmentEngine(WrapperEngine):
     def adopt(self, other: RolloutEngine) -> bool:
         if not super().adopt(other):
             return False
-        if isinstance(other, EnvironmentEngine) and other._episodes is not None:
-            other._episodes.close()
-            other._episodes = None
+        other.end_episodes()
         return True
 
     def resume_settings(self) -> ResumeSettings:
@@ -127,14 +131,19 @@ class EnvironmentEngine(WrapperEngine):
         return self.environment, self._episodes
 
     def sample(self, generation: Generation) -> None:
-        sampler = EpisodeSampler(
-            self.engine,
-            *self._start(generation.tokenizer),
-            generation,
-            max_turns=self.max_turns,
-            max_tokens_per_turn=self.max_tokens_per_turn,
-        )
+        environment, episodes = self._start(generation.tokenizer)
+        arguments: Any = self.engine, environment, episodes, generation
+        limits: Any = {"max_turns": self.max_turns, "max_tokens_per_turn": self.max_tokens_per_turn}
+        if generation.is_partial:
+            sampler: EpisodeSampler = PartialEpisodeSampler(*arguments, live=self._live, **limits)
+        else:
+            sampler = EpisodeSampler(*arguments, **limits)
         self._report(sampler.run(None if self.limits is None else self.limits.max_live))
+
+    def stop(self) -> None:
+        super().stop()
+        self._live.answers.put(None)  # it may wait for the environment
+        self.engine.stop()
 
     def _report(self, episodes: Sequence[Episode]) -> None:
         """Warn of the first failure of the environment and of the first mistake of each kind of the model."""
@@ -154,8 +163,12 @@ class EnvironmentEngine(WrapperEngine):
                 stacklevel=2,
             )
 
-    def close(self) -> None:
+    def end_episodes(self) -> None:
         if self._episodes is not None:
             self._episodes.close()
             self._episodes = None
+        self._live = LiveEpisodes()
+
+    def close(self) -> None:
+        self.end_episodes()
         self.engine.close()

@@ -3,70 +3,25 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
+from lgrpo.engines.episode import Episode
 from lgrpo.engines.observations import ObservationEncoder, as_messages
 from lgrpo.engines.recovery import EngineError
-from lgrpo.environments.base import Environment, Observation, Turn, TurnError
+from lgrpo.environments.base import Environment, Observation, Turn
 from lgrpo.environments.episodes import EpisodeFailure, Episodes
-from lgrpo.functional.random import stream_seed
-from lgrpo.types import Completion, Prompt
+from lgrpo.types import Completion
 
 _NUM_BUDGETS = 16
-_GRACE = 0.05
+GRACE = 0.05
 """Seconds to wait for further steps of the environment before the next turns are sampled."""
 
 
-@dataclass(slots=True, eq=False)
-class Episode:
-    """An episode that is being sampled."""
-
-    index: int
-    """Index of its prompt in the generation."""
-    sibling: int
-    prompt: Prompt
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    observed: list[tuple[int, int]] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    num_turns: int = 0
-    is_cut: bool = False
-    """Whether its last turn reached a limit."""
-    text: str = ""
-    finish_reason: Literal["stop", "length"] | None = None
-    is_ending: bool = False
-    """Whether only its last reward is missing."""
-    errors: list[TurnError] = field(default_factory=list)
-    failure: EpisodeFailure | None = None
-
-    def completion(self, step: int, version: int) -> Completion:
-        """Return the whole episode."""
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            text=self.text,
-            finish_reason=self.finish_reason,
-            behaviour_step=step,
-            version=version,
-            observed=tuple(self.observed),
-            turn_rewards=tuple(self.rewards),
-            failure=None if self.failure is None else (self.failure.kind, str(self.failure)),
-            num_errors=len(self.errors),
-        )
-
-    def turn_prompt(self, seed: int) -> Prompt:
-        """Return the context of its next turn, with a random stream of its own."""
-        token_ids = self.prompt.token_ids + self.token_ids
-        position = stream_seed(seed, self.prompt.position, self.sibling, self.num_turns)
-        return replace(self.prompt, token_ids=token_ids, position=position)
-
-
-@final
 class EpisodeSampler:
     """Samples the episodes of one generation."""
 
@@ -90,8 +45,7 @@ class EpisodeSampler:
             [Episode(index, sibling, prompt) for sibling in range(generation.num_samples)]
             for index, prompt in enumerate(generation.prompts)
         ]
-        self._resets: dict[Episode, Future[Observation | None]] = {}
-        self._answers: SimpleQueue[tuple[Episode, Future[Any]]] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[Episode, Future[Any]] | None] = SimpleQueue()
         self._num_waiting = 0
         """Number of episodes whose environment is busy."""
 
@@ -111,7 +65,7 @@ class EpisodeSampler:
         live = [episode for index in indices for episode in self._groups[index]]
         try:
             for episode in live:
-                self._resets[episode] = self._episodes.reset(episode, episode.prompt.row)
+                episode.reset = self._episodes.reset(episode, episode.prompt.row)
             self._num_waiting = len(live)
             self._sample_first_turns(indices)
             while self._num_waiting:
@@ -172,14 +126,12 @@ class EpisodeSampler:
 
     def _add_turn(self, episode: Episode, completion: Completion) -> None:
         """Add a sampled turn, and have the environment answer it. Called from any thread."""
-        episode.token_ids = episode.token_ids + completion.token_ids
-        episode.logprobs = episode.logprobs + completion.logprobs
-        episode.num_turns += 1
-        episode.is_cut = completion.finish_reason == "length" or not completion.token_ids
-        episode.text = completion.text
+        episode.add_turn(completion)
+        episode.is_waiting = True
         text = self._text_for_environment(completion)
         if episode.num_turns == 1:
-            self._resets.pop(episode).add_done_callback(partial(self._step_after_reset, episode, text))
+            assert episode.reset is not None
+            episode.reset.add_done_callback(partial(self._step_after_reset, episode, text))
         else:
             self._step(episode, text)
 
@@ -220,13 +172,14 @@ class EpisodeSampler:
         timeout = None
         while self._num_waiting:
             try:
-                episode, future = self._answers.get(timeout=timeout)
+                answer = self._answers.get(timeout=timeout)
             except Empty:
                 break
+            assert answer is not None
             self._num_waiting -= 1
-            if self._has_next_turn(episode, future):
-                ready.append(episode)
-                timeout = _GRACE
+            if self._has_next_turn(*answer):
+                ready.append(answer[0])
+                timeout = GRACE
         return ready
 
     def _has_next_turn(self, episode: Episode, future: Future[Any]) -> bool:
@@ -263,13 +216,10 @@ class EpisodeSampler:
         if not token_ids:
             self._fail(episode, EpisodeFailure("errors", "the observation is empty, but the episode is not over"))
             return False
-        start, stop = len(episode.token_ids), len(episode.token_ids) + len(token_ids)
-        if stop >= self._generation.sampling.max_tokens:  # no token is left for another turn
+        if len(episode.token_ids) + len(token_ids) >= self._generation.sampling.max_tokens:  # no token for another turn
             self._truncate(episode)
             return False
-        episode.token_ids = episode.token_ids + token_ids
-        episode.logprobs = episode.logprobs + [0.0] * len(token_ids)
-        episode.observed.append((start, stop))
+        episode.add_observation(token_ids)
         return True
 
     def _truncate(self, episode: Episode) -> None:
@@ -287,8 +237,12 @@ class EpisodeSampler:
     def _finish(self, episode: Episode, reason: Literal["stop", "length"]) -> None:
         """End an episode, and keep its group if it was the last one."""
         episode.finish_reason = reason
-        self._episodes.end(episode)
+        self._end(episode)
         group = self._groups[episode.index]
         if all(one.finish_reason is not None for one in group):
             step, version = self._generation.step, self._generation.version
             self._generation.keep(episode.index, [one.completion(step, version) for one in group])
+
+    def _end(self, episode: Episode) -> None:
+        """Free the environment of an episode."""
+        self._episodes.end(episode)

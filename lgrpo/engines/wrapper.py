@@ -81,5 +81,8 @@ class WrapperEngine(RolloutEngine):
     def held_weights(self) -> dict[str, Tensor]:
         return self.engine.held_weights()
 
+    def end_episodes(self) -> None:
+        self.engine.end_episodes()
+
     def close(self) -> None:
         self.engine.close()

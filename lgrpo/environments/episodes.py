@@ -33,9 +33,12 @@ class EpisodeLimits:
 
     max_live: int = 1024
     """Number of live episodes on each rank; further groups wait. A validation may have thousands."""
+    max_idle: int = 256
+    """Number of processes without an episode that are kept for later episodes on each rank."""
 
     def __post_init__(self) -> None:
         check_count("limits.max_live", self.max_live, at_least=1)
+        check_count("limits.max_idle", self.max_idle, at_least=0)
         check_count("limits.num_workers", self.num_workers, at_least=1)
         check_range("limits.timeout", self.timeout, above=0)
         check_range("limits.memory_gib", self.memory_gib, above=0)

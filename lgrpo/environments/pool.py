@@ -198,7 +198,8 @@ class EpisodePool:
         if call is not None:
             self._forget(call)
             call.future.cancel()
-        if worker is not None and worker.is_reusable and is_free and episode.failure is None:
+        has_place = len(self.idle) < self.limits.max_idle
+        if worker is not None and worker.is_reusable and is_free and has_place and episode.failure is None:
             worker.episode, worker.is_new = None, False
             self.idle.append(worker)
         elif worker is not None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, final
 
 from lgrpo.environments.base import Environment, Observation, Turn
-from lgrpo.environments.episodes import EpisodeLimits, Episodes, Method
+from lgrpo.environments.episodes import EpisodeLimits, Episodes, Method, fail
 from lgrpo.environments.pool import Call, EpisodePool
 
 
@@ -59,6 +59,9 @@ class WorkerEpisodes(Episodes):
     def _call(self, episode: Hashable, method: Method, *arguments: Any) -> Future[Any]:
         call = Call(episode, method, arguments)
         with self._lock:
+            if self._pool is None and method != "reset":
+                fail(call.future, RuntimeError(f"episode {episode!r} has not been reset, or was closed"))
+                return call.future
             if self._pool is None:
                 from lightning.pytorch.utilities import rank_zero_info  # here, because workers import this module
 

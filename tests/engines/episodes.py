@@ -1,11 +1,20 @@
-"""Episodes from any engine: a check of its log-probabilities in every turn."""
+"""Episodes from any engine: checks of its log-probabilities in every turn, in one generation and in several."""
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import uuid
+from pathlib import Path
+
 import torch
 
-from lgrpo.engines import EnvironmentEngine, Sampling
+from lgrpo.engines import EnvironmentEngine, Sampling, completion_text
+from lgrpo.engines.completions import Generation
 from lgrpo.environments import Environment, Turn
+
+SAMPLING = Sampling(max_tokens=20, stop=list("56789"))
 
 
 class Counting(Environment):
@@ -16,26 +25,152 @@ class Counting(Environment):
 
     def step(self, text):
         self.turn += 1
-        return Turn(f"{self.turn}>", reward=1.0, done=self.turn == 3)
+        return Turn(f"{self.turn}>", reward=float(self.turn), done=self.turn == 3)
+
+
+class Diary(Counting):
+    """Writes a file for each episode: one line for each call, with the process and the text."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def reset(self, row):
+        self.name = uuid.uuid4().hex
+        self.write("reset")
+        super().reset(row)
+
+    def step(self, text):
+        self.write("step", text)
+        return super().step(text)
+
+    def truncate(self):
+        self.write("truncate")
+        return 0.0
+
+    def write(self, method, text=""):
+        with open(Path(self.folder) / self.name, "a") as file:
+            file.write(json.dumps([method, os.getpid(), text]) + "\n")
+
+
+def diaries(folder):
+    """Return the calls of every episode, and check that each was in one process."""
+    found = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(Path(folder).iterdir())]
+    for calls in found:
+        assert len({pid for _, pid, _ in calls}) == 1, "an episode was in two processes"
+        assert [method for method, _, _ in calls].count("reset") == 1
+        assert calls[0][0] == "reset"
+    return found
+
+
+def told(calls):
+    return [text for method, _, text in calls if method == "step"]
+
+
+def texts_of(episode, tokenizer, stop):
+    """Return what the environment must have been told in an episode."""
+    return [completion_text(episode.token_ids[start:end], stop, tokenizer) for start, end in episode.turns]
+
+
+def mismatch_of(policies, prompt, episode):
+    """Return the largest difference of a log-probability from that under the weights of its step."""
+    length, worst, start = len(prompt.token_ids), 0.0, 0
+    tokens = torch.tensor([prompt.token_ids + episode.token_ids])
+    mask = torch.arange(tokens.shape[1])[None] >= length
+    for first, last in episode.observed:
+        mask[0, length + first : length + last] = False
+    for num_tokens, step, _ in episode.spans:
+        with torch.no_grad():
+            expected, _ = policies[step](tokens, mask, 1.0)
+        own = slice(start, start + num_tokens)
+        sampled = mask[0, length:][own]
+        difference = expected[0, length:][own][sampled] - torch.tensor(episode.logprobs)[own][sampled]
+        worst = max(worst, float(difference.abs().max()) if len(difference) else 0.0)
+        start += num_tokens
+    assert start == len(episode.token_ids)
+    return worst
 
 
 def check_episodes(policy, engine, prompts, tolerance):
     """Check that engine and policy agree at every sampled token of every turn."""
-    sampling = Sampling(max_tokens=20, stop=list("56789"))
     wrapped = EnvironmentEngine(Counting(), engine, max_tokens_per_turn=6, limits=None)
-    groups = wrapped.generate(prompts, 4, sampling, 0, policy.tokenizer)
-    worst = 0.0
-    for prompt, group in zip(prompts, groups, strict=True):
-        for episode in group:
-            tokens = torch.tensor([prompt.token_ids + episode.token_ids])
-            mask = torch.arange(tokens.shape[1])[None] >= len(prompt.token_ids)
-            for start, stop in episode.observed:
-                mask[0, len(prompt.token_ids) + start : len(prompt.token_ids) + stop] = False
-            expected, _ = policy(tokens, mask, 1.0)
-            sampled = mask[0, len(prompt.token_ids) :]
-            difference = expected[mask] - torch.tensor(episode.logprobs)[sampled]
-            worst = max(worst, float(difference.detach().abs().max()))
-    assert worst <= tolerance
+    groups = wrapped.generate(prompts, 4, SAMPLING, 0, policy.tokenizer)
+    policies = {engine.state.step: policy}
+    mismatches = [
+        mismatch_of(policies, p, episode) for p, group in zip(prompts, groups, strict=True) for episode in group
+    ]
+    assert max(mismatches) <= tolerance
     assert sum(len(episode.turns) == 3 for group in groups for episode in group) >= len(prompts)
-    again = wrapped.generate(prompts[1:], 4, sampling, 0, policy.tokenizer)
+    again = wrapped.generate(prompts[1:], 4, SAMPLING, 0, policy.tokenizer)
     assert [[e.token_ids for e in group] for group in again] == [[e.token_ids for e in group] for group in groups[1:]]
+
+
+def generate_in_parts(wrapped, prompts, tokenizer, cuts, before_part=lambda number: None):
+    """Sample episodes in several partial generations, each cut after a number of decoding steps; return all.
+
+    The last generation is not cut. ``before_part`` is called with the number of each.
+    """
+    whole, begun, parts = {}, {}, []
+    inner = wrapped.engine
+    for number, cut in enumerate([*cuts, None]):
+        before_part(number)
+        asked = [index for index in range(len(prompts)) if index not in whole]
+        steps = iter(range(1, 10**6))
+
+        def count(steps=steps, cut=cut):
+            if next(steps) == cut:
+                wrapped.stop()
+
+        part = Generation(
+            [prompts[index] for index in asked], 4, SAMPLING, 0, tokenizer, None, *wrapped.require_weights()
+        )
+        part.begun = {asked.index(index): group for index, group in begun.items()}
+        part.is_partial = True
+        inner.on_step = count
+        try:
+            wrapped.generate_part(part)
+        finally:
+            inner.on_step = None
+        for place, group in part.begun.items():
+            after = part.groups.get(place) or part.unfinished[place]
+            for one, other in zip(group, after, strict=True):
+                assert other.token_ids[: len(one.token_ids)] == one.token_ids, "tokens are kept"
+                rewards = one.turn_rewards or ()
+                assert (other.turn_rewards or ())[: len(rewards)] == rewards
+        whole |= {asked[place]: group for place, group in part.groups.items()}
+        begun = {asked[place]: group for place, group in part.unfinished.items()}
+        assert whole.keys().isdisjoint(begun)
+        assert whole.keys() | begun.keys() == set(range(len(prompts)))
+        parts.append(begun)
+    assert not begun
+    return [whole[index] for index in range(len(prompts))], parts
+
+
+def check_continued_episodes(policy, engine, prompts, tolerance, cuts, folder, limits=None):
+    """Check that episodes are cut anywhere, and continued with other weights, in the same environments.
+
+    The engine holds the policy's weights, as it does afterwards.
+    """
+    step, tokenizer = engine.state.step, policy.tokenizer
+    policies = {step: policy}
+    wrapped = EnvironmentEngine(Diary(folder), engine, max_tokens_per_turn=6, limits=limits)
+
+    def change_weights(number):
+        if number:
+            policies[step + number] = other = copy.deepcopy(policies[step + number - 1])
+            with torch.no_grad():
+                for p in other.parameters():
+                    p.add_(0.3 * torch.randn_like(p))
+            engine.load_weights(other.weights(), step=step + number)
+
+    try:
+        groups, parts = generate_in_parts(wrapped, prompts, tokenizer, cuts, change_weights)
+        episodes = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+        assert max(mismatch_of(policies, *episode) for episode in episodes) <= tolerance
+        assert max(len(episode.spans) for _, episode in episodes) > 1, "nothing was continued"
+        said = sorted(texts_of(episode, tokenizer, SAMPLING.stop) for _, episode in episodes)
+        assert sorted(told(calls) for calls in diaries(folder)) == said, "each turn exactly once and in order"
+        assert all(len(episode.turn_rewards) == len(episode.turns) for _, episode in episodes)
+        return groups, parts
+    finally:
+        wrapped.end_episodes()
+        engine.load_weights(policy.weights(), step=step)

@@ -1,0 +1,113 @@
+"""The state of an episode that is being sampled."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lgrpo.environments.base import Observation, TurnError
+from lgrpo.environments.episodes import EpisodeFailure
+from lgrpo.functional.random import stream_seed
+from lgrpo.types import Completion, Prompt, Span
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """An episode that is being sampled.
+
+    It waits for the environment or for the tokens of its next turn, until it has a ``finish_reason``. In a partial
+    generation the tokens of a turn may come in several parts.
+    """
+
+    index: int
+    """Index of its prompt in the generation."""
+    sibling: int
+    prompt: Prompt
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    observed: list[tuple[int, int]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    """Its tokens by the weights that sampled them; observed tokens belong to the turn before them."""
+    rewards: list[float] = field(default_factory=list)
+    num_turns: int = 0
+    is_cut: bool = False
+    """Whether its last turn reached a limit."""
+    text: str = ""
+    finish_reason: Literal["stop", "length"] | None = None
+    is_ending: bool = False
+    """Whether only its last reward is missing."""
+    errors: list[TurnError] = field(default_factory=list)
+    failure: EpisodeFailure | None = None
+    reset: Future[Observation | None] | None = None
+    """Result of the environment's reset; None before it is requested."""
+    is_waiting: bool = False
+    """Whether the environment has to answer next."""
+    part: Completion | None = None
+    """First tokens of its next turn, if these were sampled already."""
+    first_turn: Completion | None = None
+    """Its first turn, once that is whole."""
+    whole: Completion | None = None
+    """All of it, if an earlier generation finished it."""
+
+    def completion(self, step: int, version: int) -> Completion:
+        """Return the episode so far. An episode without tokens has the given step and version of the weights."""
+        if self.whole is not None:
+            return self.whole
+        part = self.part
+        spans = self.spans if part is None else merged([*self.spans, *part.spans])
+        *earlier, last = spans or [Span(0, step, version)]
+        return Completion(
+            token_ids=self.token_ids if part is None else self.token_ids + part.token_ids,
+            logprobs=self.logprobs if part is None else self.logprobs + part.logprobs,
+            text="" if self.finish_reason is None else self.text,
+            finish_reason=self.finish_reason,
+            behaviour_step=last.step,
+            version=last.version,
+            earlier=tuple(earlier),
+            observed=tuple(self.observed),
+            turn_rewards=tuple(self.rewards),
+            failure=None if self.failure is None else (self.failure.kind, str(self.failure)),
+            num_errors=len(self.errors),
+        )
+
+    def turn_prompt(self, seed: int) -> Prompt:
+        """Return the context of its next turn, with a random stream of its own."""
+        token_ids = self.prompt.token_ids + self.token_ids
+        position = stream_seed(seed, self.prompt.position, self.sibling, self.num_turns)
+        return replace(self.prompt, token_ids=token_ids, position=position)
+
+    def add_turn(self, turn: Completion) -> None:
+        """Add a sampled turn, which includes the ``part`` that it began with."""
+        self.token_ids = self.token_ids + turn.token_ids
+        self.logprobs = self.logprobs + turn.logprobs
+        self.spans = merged([*self.spans, *turn.spans])
+        self.num_turns += 1
+        self.is_cut = turn.finish_reason == "length" or not turn.token_ids
+        self.text = turn.text
+        self.part = None
+        self.first_turn = self.first_turn or turn
+
+    def add_observation(self, token_ids: list[int]) -> None:
+        """Add the tokens of an observation."""
+        start, stop = len(self.token_ids), len(self.token_ids) + len(token_ids)
+        self.token_ids = self.token_ids + token_ids
+        self.logprobs = self.logprobs + [0.0] * len(token_ids)
+        self.observed.append((start, stop))
+        last = self.spans[-1]
+        self.spans = merged([*self.spans, last._replace(num_tokens=len(token_ids))])
+
+
+def merged(spans: list[Span]) -> list[Span]:
+    """Return spans without empty ones, with neighbours of the same version joined.
+
+    >>> merged([Span(2, 0, 1), Span(0, 1, 2), Span(3, 0, 1), Span(1, 1, 2)])
+    [Span(num_tokens=5, step=0, version=1), Span(num_tokens=1, step=1, version=2)]
+    """
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1].version == span.version:
+            found[-1] = found[-1]._replace(num_tokens=found[-1].num_tokens + span.num_tokens)
+        elif span.num_tokens:
+            found.append(span)
+    return found
