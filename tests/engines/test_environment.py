@@ -361,11 +361,6 @@ def test_the_config_of_a_game_trains(tmp_path):
     assert {row["prompt"] for row in completions} == {"5."}
 
 
-def test_partial_rollouts_are_refused():
-    with pytest.raises(ValueError, match=r"EnvironmentEngine"):
-        build(data=data_of() | {"partial": True})
-
-
 # Chats
 
 CHATML = (

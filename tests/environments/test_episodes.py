@@ -520,3 +520,25 @@ class TestProcesses:
         )
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
         assert done.stdout.split("\n")[:2] == ["once", "b 2.0"], done.stderr
+
+
+def test_idle_processes_are_limited():
+    with workers(Varied(), num_workers=4, max_idle=2) as episodes:
+        for future in [episodes.reset(number, {}) for number in range(5)]:
+            future.result(60)
+        for number in range(5):
+            episodes.end(number)
+        episodes.reset("later", {}).result(60)  # ends are in order with it
+        assert len(episodes._pool.idle) == 1
+
+
+def test_a_step_after_close_starts_nothing():
+    episodes = WorkerEpisodes(Varied(), LIMITS)
+    for method, arguments in (("step", ["text"]), ("truncate", [])):
+        with pytest.raises(RuntimeError, match=r"episode 'early' has not been reset, or was closed"):
+            getattr(episodes, method)("early", *arguments).result(60)
+    episodes.reset("early", {}).result(60)
+    episodes.close()
+    with pytest.raises(RuntimeError, match=r"or was closed"):
+        episodes.step("early", "text").result(60)
+    assert episodes._pool is None
