@@ -19,11 +19,12 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.data.collate import completions_of
 from lgrpo.data.partial import PartialRollouts
 from lgrpo.engines import EnvironmentEngine
-from lgrpo.environments import EpisodeLimits, Turn
+from lgrpo.environments import EpisodeLimits
 from lgrpo.recordings import RolloutRecorder
 from lgrpo.rewards import EnvironmentReward
 from lgrpo.tasks import SortDigits
-from tests.engines.episodes import Diary, diaries, texts_of, told
+from tests.engines.episodes import texts_of
+from tests.environments.diaries import Uneven, diaries, told
 from tests.helpers import build, fit, largest_difference
 from tests.processes.alive import until_all_ended
 from tests.test_in_flight import ROLLOUTS, in_flight
@@ -32,16 +33,6 @@ from tests.test_partial import CannotContinue, Progress, Weights, by_position, c
 
 STOP = list("56789")
 PROCESSES = EpisodeLimits(num_workers=2)
-
-
-class Uneven(Diary):
-    """Ends when a text begins with a low digit, so that episodes have very different numbers of turns."""
-
-    def step(self, text):
-        self.write("step", text)
-        self.turn += 1
-        is_low = text[:1] in tuple("01")
-        return Turn(f"{self.turn}>", reward=float(is_low), done=is_low or self.turn == 6)
 
 
 def data_of(folder, limits=None, engine=None, partial=None, **data):

@@ -3,67 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import uuid
-from pathlib import Path
 
 import torch
 
 from lgrpo.engines import EnvironmentEngine, Sampling, completion_text
 from lgrpo.engines.completions import Generation
-from lgrpo.environments import Environment, Turn
+from tests.environments.diaries import Counting, Diary, diaries, told
 
 SAMPLING = Sampling(max_tokens=20, stop=list("56789"))
-
-
-class Counting(Environment):
-    """Answers each turn with its number, and ends after the third."""
-
-    def reset(self, row):
-        self.turn = 0
-
-    def step(self, text):
-        self.turn += 1
-        return Turn(f"{self.turn}>", reward=float(self.turn), done=self.turn == 3)
-
-
-class Diary(Counting):
-    """Writes a file for each episode: one line for each call, with the process and the text."""
-
-    def __init__(self, folder):
-        self.folder = str(folder)
-
-    def reset(self, row):
-        self.name = uuid.uuid4().hex
-        self.write("reset")
-        super().reset(row)
-
-    def step(self, text):
-        self.write("step", text)
-        return super().step(text)
-
-    def truncate(self):
-        self.write("truncate")
-        return 0.0
-
-    def write(self, method, text=""):
-        with open(Path(self.folder) / self.name, "a") as file:
-            file.write(json.dumps([method, os.getpid(), text]) + "\n")
-
-
-def diaries(folder):
-    """Return the calls of every episode, and check that each was in one process."""
-    found = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(Path(folder).iterdir())]
-    for calls in found:
-        assert len({pid for _, pid, _ in calls}) == 1, "an episode was in two processes"
-        assert [method for method, _, _ in calls].count("reset") == 1
-        assert calls[0][0] == "reset"
-    return found
-
-
-def told(calls):
-    return [text for method, _, text in calls if method == "step"]
 
 
 def texts_of(episode, tokenizer, stop):

@@ -11,10 +11,10 @@ from lgrpo.environments import EpisodeLimits
 from lgrpo.types import Prompt
 from tests.engines.episodes import (
     SAMPLING,
-    Diary,
     check_continued_episodes,
     generate_in_parts,
 )
+from tests.environments.diaries import Diary
 from tests.helpers import tiny_policy
 
 PROMPTS = [Prompt(token_ids=[3, 5, 11], text="24>", row={"question": "24"}, position=position) for position in range(3)]
@@ -63,5 +63,4 @@ def test_same_episodes_if_the_weights_stay(policy, engine, tmp_path):
         for episode in (episode for group in begun.values() for episode in group):
             num_begun = len(episode.turns) if episode.turns[-1][0] < len(episode.token_ids) else len(episode.observed)
             kinds.add((num_begun, episode.finish_reason))
-    print(kinds)
     assert {(0, None), (1, None), (2, None), (3, None), (3, "stop")} <= kinds
