@@ -46,8 +46,8 @@ class Call:
 
 
 @dataclass(slots=True, eq=False)
-class Episode:
-    """Live episode."""
+class LiveEpisode:
+    """Episode that has begun and not ended: its worker, and its unfinished call."""
 
     worker: Worker | None = None
     call: Call | None = None
@@ -64,7 +64,7 @@ class Worker:
     channel: Channel
     fork_server: subprocess.Popen
     """Process it was forked from."""
-    episode: Episode | None = None
+    episode: LiveEpisode | None = None
     is_new: bool = True
     """Whether it has run no episode before this one."""
     is_reusable: bool = False
@@ -93,7 +93,7 @@ class EpisodePool:
         self.name = type(environment).__name__
         self.limits = limits
         self.fork_server = EnvironmentForkServer(environment, EpisodeLoop, limits)
-        self.episodes: dict[Hashable, Episode] = {}
+        self.episodes: dict[Hashable, LiveEpisode] = {}
         self.idle: list[Worker] = []
         """Workers without an episode, to be reused."""
         self._max_answer = int(limits.output_mib * 2**20) + _ANSWER_BYTES
@@ -177,7 +177,7 @@ class EpisodePool:
                 continue
             if message.method == "reset":
                 self._end(message.episode)
-                self.episodes[message.episode] = Episode()
+                self.episodes[message.episode] = LiveEpisode()
             episode = self.episodes.get(message.episode)
             if episode is None:
                 fail(message.future, RuntimeError(f"episode {message.episode!r} has not been reset"))
@@ -294,7 +294,7 @@ class EpisodePool:
             self.idle.remove(worker)
             self._kill(worker)
 
-    def _fail(self, episode: Episode, kind: Failure, reason: str) -> None:
+    def _fail(self, episode: LiveEpisode, kind: Failure, reason: str) -> None:
         """End an episode with a failure; but repeat a reset in a new process if its process had earlier episodes."""
         worker, call = episode.worker, episode.call
         episode.worker = None

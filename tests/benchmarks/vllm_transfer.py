@@ -54,7 +54,7 @@ def main() -> None:
             gpu_memory_utilization=0.3,
             max_model_len=1024,
             transfer=transfer,
-            environment={"NCCL_HOSTID": "server"} if found["gpus"] == 1 else None,
+            environment_variables={"NCCL_HOSTID": "server"} if found["gpus"] == 1 else None,
         )
         try:
             engine.load_weights(policy.weights(), 0)  # which starts the server

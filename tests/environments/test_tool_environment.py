@@ -26,7 +26,7 @@ from lgrpo.environments import (
 )
 from lgrpo.environments.tools import HermesParser
 from tests.environments import trl_style
-from tests.environments.trl_style import Echo, Increment, Shop, Words
+from tests.environments.trl_style import Echo, Increment, Shop, Tables, Words
 
 
 def hermes(name, **arguments):
@@ -67,6 +67,23 @@ def test_a_game_with_state_and_errors():
     assert contents(environment.step(hermes("guess", word="tree"))) == ["GGGG"]
     assert "Game over." in contents(environment.step(hermes("guess", word="tree")))[0]
     assert environment.step("I won.") == Turn(reward=1.0, done=True)
+
+
+def test_a_database_in_worker_processes():
+    """Its connection cannot be copied, so every process makes an instance of its own."""
+    row = {"genes": {"tp53": 19149, "ins": 1431}, "prompt": "Which gene is the longest?"}
+    with contextlib.closing(WorkerEpisodes(ToolEnvironment(Tables, parser="hermes"))) as episodes:
+        for index in range(2):
+            assert episodes.reset(index, row).result(60) == "The table genes has the columns name and length."
+        calls = hermes("query", sql="select name from genes order by length desc", limit=1) + hermes(
+            "query", sql="drop"
+        )
+        turn = episodes.step(0, calls).result(60)
+        assert contents(turn) == ["[('tp53',)]", "Error: query failed with PermissionError: only SELECT is allowed"]
+        turn = episodes.step(1, hermes("query", sql="select nothing from genes")).result(60)
+        assert contents(turn) == ["Error: query failed with OperationalError: no such column: nothing"]
+        assert episodes.step(0, "It is tp53.").result(60)[1:3] == (0.5, True)
+        assert episodes.step(1, "I give up.").result(60)[1:3] == (1.0, True)
 
 
 def test_a_limit_ends_an_episode_with_the_reward_of_its_state():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 
 
 class Increment:
@@ -132,6 +133,39 @@ class Shop:
     async def get_reward(self) -> float:
         await asyncio.sleep(0)
         return float(self._basket == ["tea", "tea"])
+
+
+class Tables:
+    """Questions about a database that the model queries, as TRL's agent script has them: SQL in, rows out."""
+
+    def __init__(self) -> None:
+        self._connection = sqlite3.connect(":memory:")
+        self._connection.execute("create table genes (name text, length integer)")
+
+    def reset(self, genes: dict, **kwargs) -> list:
+        self.num_queries = 0
+        self._connection.execute("delete from genes")
+        self._connection.executemany("insert into genes values (?, ?)", genes.items())
+        return [{"type": "text", "text": "The table genes has the columns name and length."}]
+
+    def query(self, sql: str, limit: int | None = None) -> list[tuple]:
+        """
+        Run a query.
+
+        Args:
+            sql: The query, which may only read.
+            limit: Number of rows to return.
+
+        Returns:
+            The rows.
+        """
+        self.num_queries += 1
+        if not sql.lower().startswith("select"):
+            raise PermissionError("only SELECT is allowed")
+        return self._connection.execute(sql).fetchmany(limit or 100)
+
+    def get_reward(self) -> float:
+        return 1.0 / self.num_queries if self.num_queries else 0.0
 
 
 def make_increment() -> Increment:

@@ -67,7 +67,7 @@ def server_engine(**settings):
         dtype="bfloat16",
         gpu_memory_utilization=0.2,
         max_model_len=256,
-        environment={"NCCL_HOSTID": "server"},
+        environment_variables={"NCCL_HOSTID": "server"},
         **settings,
     )
 

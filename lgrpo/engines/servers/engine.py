@@ -68,7 +68,7 @@ class VLLMServerEngine(RolloutEngine):
         adapters: bool = True,
         verify: bool = True,
         options: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
+        environment_variables: dict[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -104,7 +104,7 @@ class VLLMServerEngine(RolloutEngine):
                 the policy's model, and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``.
             verify: Whether the servers' own checksums are compared with the policy's after every sync.
             options: Any other flag of the server, by name.
-            environment: Additional environment variables of servers started here.
+            environment_variables: Additional environment variables of servers started here.
         """
         super().__init__()
         self.dtype = None if dtype is None else getattr(torch, dtype)
@@ -128,7 +128,7 @@ class VLLMServerEngine(RolloutEngine):
                 "gpu_memory_utilization": gpu_memory_utilization,
                 **(options or {}),
             },
-            environment=environment or {},
+            environment_variables=environment_variables or {},
         )
         self.group = ServerGroup(
             launcher,

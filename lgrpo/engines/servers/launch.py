@@ -38,7 +38,7 @@ class ServerLauncher:
     seeded: bool | None
     flags: Mapping[str, Any]
     """Flags of the server that are passed on as they are."""
-    environment: Mapping[str, str]
+    environment_variables: Mapping[str, str]
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer of the policy, once it is known."""
 
@@ -122,7 +122,7 @@ class ServerLauncher:
             }
         else:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices_of(index, visible_devices()))
-        environment |= self.environment
+        environment |= self.environment_variables
         log = transfer.folder / f"server-{index}.log"
         return VLLMServer.start(transfer.folder, log, flags, environment, predecessor)
 
@@ -148,7 +148,7 @@ class ServerLauncher:
     def check_separate_gpus(self) -> None:
         """Raise an error if a server shares a GPU with the trainer or with another server."""
         own_host = os.environ.get("NCCL_HOSTID")
-        if self.environment.get("NCCL_HOSTID", own_host) == own_host:  # otherwise NCCL sees two machines
+        if self.environment_variables.get("NCCL_HOSTID", own_host) == own_host:  # otherwise NCCL sees two machines
             visible = visible_devices()
             servers = [self.devices_of(index, visible) for index in range(self.num_servers)]
             check_separate_gpus(visible[torch.cuda.current_device()], servers)

@@ -299,7 +299,7 @@ def test_the_same_gpu_number_on_two_machines(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(EngineError, match="GPU 3 is assigned to the trainer and to server 0"):
         VLLMServerEngine(transfer="nccl").group.launcher.check_separate_gpus()
-    engine = VLLMServerEngine(transfer="nccl", environment={"NCCL_HOSTID": "other"})
+    engine = VLLMServerEngine(transfer="nccl", environment_variables={"NCCL_HOSTID": "other"})
     engine.group.launcher.check_separate_gpus()
 
 
