@@ -80,8 +80,8 @@ def test_a_database_in_worker_processes():
         )
         turn = episodes.step(0, calls).result(60)
         assert contents(turn) == ["[('tp53',)]", "Error: query failed with PermissionError: only SELECT is allowed"]
-        turn = episodes.step(1, hermes("query", sql="select nothing from genes")).result(60)
-        assert contents(turn) == ["Error: query failed with OperationalError: no such column: nothing"]
+        turn = episodes.step(1, hermes("query", sql="select age from genes")).result(60)
+        assert contents(turn) == ["Error: query failed with OperationalError: no such column: age"]
         assert episodes.step(0, "It is tp53.").result(60)[1:3] == (0.5, True)
         assert episodes.step(1, "I give up.").result(60)[1:3] == (1.0, True)
 
