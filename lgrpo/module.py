@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lgrpo.checks import check_function, check_instance
+from lgrpo.functional import TeacherDivergence
 from lgrpo.hooks import rollout_callbacks, rollout_owner
 from lgrpo.losses import ClippedLoss, PolicyLogprobs, PolicyLoss, ProximalMemory
 from lgrpo.metrics import Amplifications, StepMetrics
@@ -146,7 +147,13 @@ class GRPOModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self._initial_reference.note(self.reference)
+        if self.loss.distillation is not None:
+            self.loss.distillation.start(self.policy, rollout_owner(self.trainer).sampling.temperature)
         check_memory(self.policy, self.trainer, rollout_owner(self.trainer).micro_batch_tokens)
+
+    def teardown(self, stage: str) -> None:
+        if self.loss.distillation is not None:
+            self.loss.distillation.close()
 
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
         is_first = batch_idx % self.trainer.accumulate_grad_batches == 0
@@ -184,13 +191,30 @@ class GRPOModule(L.LightningModule):
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     def _logprobs(self, batch: RolloutBatch) -> PolicyLogprobs:
-        keep_graph = self.loss.needs_entropy_gradient
-        policy, entropy = self.policy(batch.tokens, batch.completion_mask, batch.temperature, keep_graph)
+        found = self.policy(
+            batch.tokens,
+            batch.completion_mask,
+            batch.temperature,
+            self.loss.needs_entropy_gradient,
+            self._teacher_divergence(batch),
+        )
+        policy, entropy, teacher_kl = found if len(found) == 3 else (*found, None)
         reference = None if self.reference is None else self._reference_logprobs(self.reference, batch)
         proximal = self.proximal.logprobs(batch, policy.detach()) if self.loss.needs_proximal else None
         return PolicyLogprobs(
-            policy=policy, proximal=proximal, reference=reference, entropy=entropy, step=self.global_step
+            policy=policy,
+            proximal=proximal,
+            reference=reference,
+            teacher_kl=teacher_kl,
+            entropy=entropy,
+            step=self.global_step,
         )
+
+    def _teacher_divergence(self, batch: RolloutBatch) -> TeacherDivergence | None:
+        if self.loss.distillation is None:
+            return None
+        data = rollout_owner(self.trainer)
+        return self.loss.distillation.divergence(batch, data.micro_batches, self.policy, data.train_prompts.at)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

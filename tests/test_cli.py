@@ -187,7 +187,8 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     only_sometimes = {"rollout/resampled_fraction", "val/maj@k"}  # with dynamic sampling; with more than two samples
     only_sometimes |= {name for name in explained if name.startswith("train/distance_lag_")}  # lags that occur
     only_sometimes |= {"rollout/recorded_fraction"}  # with ReplayEngine
-    only_sometimes |= {f"train/{name}" for name in ("effective_sample_size", "gradient_cosine", "gradient_kept")}
+    some_methods = ("effective_sample_size", "gradient_cosine", "gradient_kept", "kl_teacher")
+    only_sometimes |= {f"train/{name}" for name in some_methods}
     only_sometimes |= {f"rollout/{name}" for name in ("continued_fraction", "unfinished_groups", "dropped_groups")}
     only_sometimes |= {f"rollout/late_{kind}" for kind in ("waiting", "joined", "dropped")}  # if rewards are late
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")

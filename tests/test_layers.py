@@ -14,7 +14,7 @@ LAYERS = [
     {"types", "weights", "checks"},
     {"functional", "run"},
     {"metrics", "rewards", "environments"},
-    {"advantages", "losses", "policy", "engines", "hooks", "tasks"},
+    {"advantages", "losses", "teachers", "policy", "engines", "hooks", "tasks"},
     {"module", "data", "callbacks"},
     {"recordings"},
     {"report"},

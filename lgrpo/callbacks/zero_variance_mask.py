@@ -37,7 +37,7 @@ class ZeroVarianceMask(RolloutCallback):
         if policy_owner(trainer).loss.needs_zero_variance:
             raise ValueError(
                 "zero_variance_mask takes groups whose rewards are all equal out of the loss, but model.loss has a "
-                "part for these groups (EntropyGuided or MasteredHinge): set zero_variance_mask: null"
+                "part for these groups (EntropyGuided, MasteredHinge or TeacherKL): set zero_variance_mask: null"
             )
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:

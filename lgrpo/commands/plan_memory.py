@@ -15,7 +15,7 @@ from lgrpo.commands.settings import policy_from_settings
 from lgrpo.data.episodes import check_turns
 from lgrpo.data.schedule import checked_overlap
 from lgrpo.engines import RolloutEngine, TransformersEngine
-from lgrpo.policy import GradientProjection, LoRA, add_adapter
+from lgrpo.policy import CausalPolicy, GradientProjection, LoRA, add_adapter
 from lgrpo.policy.memory import activation_bytes, logit_bytes
 from lgrpo.policy.strategy import COMPUTE_DTYPES, reshard_without_fsdp2
 from lgrpo.run.sizes import format_bytes
@@ -46,6 +46,7 @@ def memory_rows(
         optimizer: state * num_trained,
         "previous gradient": trained_bytes * num_trained * _keeps_gradient(config.model.step_rule),
         "reference": trained_bytes * num_trained * _needs_reference(config.model.loss),
+        "teacher": _teacher_bytes(config.model.loss),
         "engine's copy" if copies == 1 else f"engines' {copies} copies": copies * engine_bytes,
     }
     has_base = policy.lora is None or policy.name is None  # otherwise a checkpoint has the adapters only
@@ -168,6 +169,18 @@ def _needs_reference(loss: Namespace) -> bool:
     """Return whether a configured loss has a term with the reference."""
     regularisers: list[Any] = [locate(part.class_path) for part in loss.init_args.get("regularisers") or []]
     return loss.init_args.get("kl_coef", 0) > 0 or any(regulariser.needs_reference for regulariser in regularisers)
+
+
+def _teacher_bytes(loss: Namespace) -> int:
+    """Return the size of a teacher's weights in this process; 0 if they are on the CPU most of the time."""
+    for part in loss.init_args.get("regularisers") or []:
+        teacher = part.init_args.get("teacher")
+        if teacher is not None and "name" in teacher.init_args and not teacher.init_args.offload:
+            trusted = teacher.init_args.trust_remote_code
+            architecture = CausalPolicy(teacher.init_args.name, trust_remote_code=trusted).config
+            dtype = getattr(torch, teacher.init_args.dtype)
+            return _num_parameters(architecture, trusted, None)[0] * dtype.itemsize
+    return 0
 
 
 def _keeps_gradient(rules: Namespace | list[Namespace] | None) -> bool:

@@ -54,6 +54,7 @@ from lgrpo.functional.surrogate import (
     sequence_log_ratio,
     two_side,
 )
+from lgrpo.functional.teacher import Direction, TeacherDivergence, TopLogprobs
 from lgrpo.functional.trust_region import (
     Divergence,
     binary_kl,
@@ -73,9 +74,12 @@ __all__ = [
     "CHUNK_BYTES",
     "MAX_LOG_RATIO",
     "ClipCentre",
+    "Direction",
     "Divergence",
     "KLEstimator",
     "RatioDenominator",
+    "TeacherDivergence",
+    "TopLogprobs",
     "adaptive_temperature",
     "as_numbers",
     "bernoulli_std",

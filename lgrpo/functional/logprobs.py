@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from lgrpo.functional.teacher import TeacherDivergence
+
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy_gradient: bool = False, compile: bool = False
@@ -99,8 +101,11 @@ def chunked_token_logprobs(
     chunk_size: int = 1024,
     entropy_gradient: bool = False,
     compile: bool = False,
-) -> tuple[Tensor, Tensor]:
+    divergence: TeacherDivergence | None = None,
+) -> tuple[Tensor, ...]:
     """Return ``token_logprobs(head(hidden), targets)`` for hidden [N, H], with logits of one chunk at a time.
+
+    With ``divergence`` a third tensor follows: the divergence from a teacher at each token.
 
     The last chunk's logits are kept for the backward pass, which recomputes those of the others, so its peak is one
     chunk too. The chunk with fewer than ``chunk_size`` tokens comes first.
@@ -111,15 +116,18 @@ def chunked_token_logprobs(
     True
     """
 
-    def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(h), t, temperature, entropy_gradient, compile)
+    def chunk(h: Tensor, t: Tensor, *teacher: Tensor) -> tuple[Tensor, ...]:
+        logits = head(h)
+        found = token_logprobs(logits, t, temperature, entropy_gradient, compile)
+        return found if divergence is None else (*found, divergence.of(logits, *teacher))
 
     whole, rest = divmod(len(hidden), chunk_size)
     if not whole + rest:  # no tokens, but still part of the graph
-        return hidden.sum(-1).float(), hidden.new_zeros(0, dtype=torch.float32)
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return (hidden.sum(-1).float(), empty) if divergence is None else (hidden.sum(-1).float(), empty, empty)
+    inputs = hidden, targets, *(() if divergence is None else divergence.teacher.tensors())
     sizes = [rest] * bool(rest) + [chunk_size] * whole
-    *others, last = zip(hidden.split(sizes), targets.split(sizes), strict=True)
+    *others, last = zip(*(tensor.split(sizes) for tensor in inputs), strict=True)
     recomputed = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
-    pieces = [*(recomputed(h, t) for h, t in others), chunk(*last)]
-    logprobs, entropies = zip(*pieces, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    pieces = [*(recomputed(*other) for other in others), chunk(*last)]
+    return tuple(torch.cat(found) for found in zip(*pieces, strict=True))

@@ -25,6 +25,7 @@ from lgrpo.losses.regularisers import (
     ReferenceKL,
     Regulariser,
 )
+from lgrpo.losses.teacher import TeacherKL
 from lgrpo.losses.terms import Terms
 from lgrpo.losses.trust_regions import DivergenceMask, EntropyBand, SuffixVeto, TrustRegionMask
 from lgrpo.losses.weights import (
@@ -86,6 +87,7 @@ __all__ = [
     "SequenceSum",
     "SoftGate",
     "SuffixVeto",
+    "TeacherKL",
     "Terms",
     "TokenMean",
     "TokenRatio",

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from lgrpo.functional import kl_divergence
+from lgrpo.teachers import Distillation
 from lgrpo.types import RolloutBatch, StepTotals
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
@@ -28,6 +29,8 @@ class PolicyLogprobs:
     """log π_k: the policy at the start of this rollout's updates."""
     reference: Tensor | None = None
     """log π_ref."""
+    teacher_kl: Tensor | None = None
+    """Divergence from the teacher at each token, with gradient."""
     step: int = 0
     """Optimizer steps of π_θ so far: the lag of a token is counted from it."""
 
@@ -60,6 +63,7 @@ class LossOutput:
             "outside_band": self.outside_band,
             "entropy": logprobs.entropy.detach(),
             "kl_reference": None if reference is None else kl_divergence(policy, reference),
+            "kl_teacher": None if logprobs.teacher_kl is None else logprobs.teacher_kl.detach(),
             "lag": batch.lag(logprobs.step) if batch.behaviour_step.ndim == 1 else batch.token_lag(logprobs.step),
             "behaviour_known": ~batch.behaviour_logprobs.isnan(),
         }
@@ -101,6 +105,11 @@ class PolicyLoss(ABC):
     def needs_zero_variance(self) -> bool:
         """Whether a part acts on groups whose rewards are all equal, which must not be masked then."""
         return False
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """Teacher whose divergence from the policy must be computed at each token; None if there is none."""
+        return None
 
     @property
     def surveys_step(self) -> bool:

@@ -17,6 +17,7 @@ from lgrpo.losses.ratios import Ratio, SequenceRatio, TokenRatio
 from lgrpo.losses.regularisers import Regulariser
 from lgrpo.losses.terms import Terms
 from lgrpo.losses.weights import NoWeight, Weight
+from lgrpo.teachers import Distillation
 from lgrpo.types import RolloutBatch
 
 
@@ -39,10 +40,15 @@ class ComposedLoss(PolicyLoss):
             weight: Weight of each token; the default is 1.
             regularisers: Terms added to every live token, whether its gate stops it or not.
             aggregation: Aggregation of tokens to a scalar.
-            scale: Factor of the surrogate, without the regularisers.
+            scale: Factor of the surrogate, without the regularisers. At 0 these alone are trained on.
         """
         check_parts(ratio, gate, weight)
-        check_range("scale", scale, above=0)
+        if regularisers:
+            check_range("scale", scale, at_least=0)
+        else:
+            check_range("scale", scale, above=0, reason="without regularisers there is nothing else to train on")
+        if len(_distillations(regularisers)) > 1:
+            raise ValueError("a loss has at most one TeacherKL")
         self.ratio = ratio
         self.gate = gate
         self.weight = weight
@@ -88,6 +94,10 @@ class ComposedLoss(PolicyLoss):
         return self.weight.needs_zero_variance or any(part.needs_zero_variance for part in self.regularisers)
 
     @property
+    def distillation(self) -> Distillation | None:
+        return next(iter(_distillations(self.regularisers)), None)
+
+    @property
     def surveys_step(self) -> bool:
         return self.gate.surveys_step
 
@@ -114,6 +124,10 @@ class ComposedLoss(PolicyLoss):
             clipped_high=gated.clipped_high,
             outside_band=outside_band,
         )
+
+
+def _distillations(regularisers: list[Regulariser] | None) -> list[Distillation]:
+    return [part.distillation for part in regularisers or [] if part.distillation is not None]
 
 
 def check_parts(ratio: Ratio, gate: Gate, weight: Weight) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lgrpo.checks import check_range
 from lgrpo.functional import MAX_LOG_RATIO, k3_of_ratio, kl_divergence
 from lgrpo.losses.terms import Terms, check_choice
+from lgrpo.teachers import Distillation
 
 ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
 """Estimators of the divergence from the reference."""
@@ -29,6 +30,8 @@ class Regulariser(ABC):
     """Whether log π_α is read."""
     needs_zero_variance = False
     """Whether it acts on groups whose rewards are all equal, which must not be masked then."""
+    distillation: Distillation | None = None
+    """Teacher whose divergence from the policy it reads."""
 
     def __init__(self, coef: float = 0.1) -> None:
         """

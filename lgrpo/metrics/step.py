@@ -23,6 +23,8 @@ SUMS = (
     "outside_band",
     "kl_behaviour",
     "kl_reference",
+    "teacher_tokens",
+    "kl_teacher",
     "entropy",
     "lag",
     "mismatch",
@@ -72,6 +74,7 @@ class StepMetrics(Metric):
         outside_band: Tensor | None,
         entropy: Tensor,
         kl_reference: Tensor | None,
+        kl_teacher: Tensor | None,
         lag: Tensor,
         behaviour_known: Tensor,
     ) -> None:
@@ -106,6 +109,8 @@ class StepMetrics(Metric):
             # k3 of KL(π_α ‖ π_θ), because α sampled the tokens
             "kl_behaviour": (known_log_ratio.exp() - 1 - known_log_ratio).sum(),
             "kl_reference": nothing if kl_reference is None else _where(mask, kl_reference).sum(),
+            "teacher_tokens": nothing if kl_teacher is None else mask.sum(),
+            "kl_teacher": nothing if kl_teacher is None else _where(mask, kl_teacher).sum(),
             "entropy": _where(mask, entropy).sum(),
             "lag": _where(has_lag, lags).sum(),
             "mismatch": _where(is_fresh, mismatch).sum(),
@@ -165,6 +170,8 @@ class StepMetrics(Metric):
         }
         if total["behaviour_tokens"]:
             metrics["kl_behaviour"] = total["kl_behaviour"] / total["behaviour_tokens"]
+        if total["teacher_tokens"]:
+            metrics["kl_teacher"] = total["kl_teacher"] / total["teacher_tokens"]
         return metrics | {
             "clip_fraction_low": total["clipped_low"] / total["tokens"],
             "clip_fraction_high": total["clipped_high"] / total["tokens"],

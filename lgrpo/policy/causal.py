@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lgrpo.checks import check_count, check_range
-from lgrpo.functional import chunked_token_logprobs, combined_checksum, named_checksums
+from lgrpo.functional import TeacherDivergence, chunked_token_logprobs, combined_checksum, named_checksums
 from lgrpo.policy import adapters, fsdp1
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.compilation import ActivationBudgetBackend, whole_layers
-from lgrpo.policy.forward import can_pack, check_logits, hidden_states, is_packed, logits
+from lgrpo.policy.forward import can_pack, check_logits, is_packed, logits, predicting_states
 from lgrpo.policy.loading import character_tokenizer, check_folder, check_hub, load_model, load_tokenizer
 from lgrpo.run.chat_templates import read_chat_template
 from lgrpo.run.resume import (
@@ -159,6 +159,11 @@ class CausalPolicy(nn.Module):
         return self.config.get_text_config().max_position_embeddings
 
     @property
+    def num_logits(self) -> int:
+        """Number of tokens in the model's distribution; it may be more than the tokenizer has."""
+        return self.config.get_text_config().vocab_size
+
+    @property
     def is_built(self) -> bool:
         """Whether the weights are loaded or initialised."""
         return "model" in self._modules
@@ -194,30 +199,32 @@ class CausalPolicy(nn.Module):
         return super().train(mode and not self.is_frozen)
 
     def forward(
-        self, tokens: Tensor, completion_mask: Tensor, temperature: float, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        tokens: Tensor,
+        completion_mask: Tensor,
+        temperature: float,
+        entropy_gradient: bool = False,
+        divergence: TeacherDivergence | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return log π(token) and the entropy of its distribution, [B, T] float32, 0 outside ``completion_mask``.
 
-        Each row is a prompt, its completion, then padding. Tokens after the last one that predicts a completion token
-        are not read.
+        With ``divergence``, whose tokens are those of ``completion_mask`` row after row, it comes third. Each row is a
+        prompt, its completion, then padding.
         """
-        sampled = completion_mask[:, 1:]  # the state at t - 1 predicts token t
-        column = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-        last = torch.where(sampled, column, 0).amax(1)  # the last state of each row that predicts a token, or the first
-        is_read = column <= last[:, None]
         with whole_layers() if self.compile_layers else nullcontext():
-            hidden = hidden_states(self.model, tokens[:, :-1], is_read, is_packed(self.attention))
-        logprobs, entropy = chunked_token_logprobs(
-            hidden[sampled[is_read]],
+            hidden = predicting_states(self.model, tokens, completion_mask, is_packed(self.attention))
+        found = chunked_token_logprobs(
+            hidden,
             partial(logits, self.model),
-            tokens[:, 1:][sampled],
+            tokens[:, 1:][completion_mask[:, 1:]],
             temperature,
             self.chunk_size,
             entropy_gradient,
             compile=self.compile_layers and hidden.is_cuda,
+            divergence=divergence,
         )
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        return empty.masked_scatter(completion_mask, logprobs), empty.masked_scatter(completion_mask, entropy)
+        return tuple(empty.masked_scatter(completion_mask, values) for values in found)
 
     # Sharding
 

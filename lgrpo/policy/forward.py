@@ -38,6 +38,19 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, is_read: Tensor, packe
     return output.last_hidden_state[0]
 
 
+def predicting_states(model: PreTrainedModel, tokens: Tensor, completion_mask: Tensor, packed: bool) -> Tensor:
+    """Return the hidden states [N, H] that predict the N tokens of ``completion_mask`` [B, T], row after row.
+
+    Each row of ``tokens`` is a prompt, its completion, then padding. Tokens after the last one that predicts a
+    completion token are not read.
+    """
+    sampled = completion_mask[:, 1:]  # the state at t - 1 predicts token t
+    column = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+    last = torch.where(sampled, column, 0).amax(1)  # the last state of each row that predicts a token, or the first
+    is_read = column <= last[:, None]
+    return hidden_states(model, tokens[:, :-1], is_read, packed)[sampled[is_read]]
+
+
 def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return the logits of hidden states, with the scaling that a few architectures apply after the linear head."""
     logits = model.get_output_embeddings()(hidden)

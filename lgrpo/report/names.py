@@ -52,6 +52,7 @@ _TRAIN = [
     "outside_band_fraction",
     "kl_behaviour",
     "kl_reference",
+    "kl_teacher",
     "engine_mismatch_mean",
     "engine_mismatch_p99",
     "engine_mismatch_max",

@@ -37,6 +37,7 @@ def micro_batch(seed, device="cpu"):
         "outside_band": torch.rand(5, 7, generator=draw) < 0.3,
         "entropy": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
         "kl_reference": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
+        "kl_teacher": torch.rand(5, 7, generator=draw).where(mask, torch.nan),
         "lag": torch.tensor([0.0, 3.0, torch.nan, torch.nan, 9.0]),
         "behaviour_known": known,
     }
@@ -61,6 +62,7 @@ def by_loops(batches):
             "clip_fraction_high": "clipped_high",
             "entropy": "entropy",
             "kl_reference": "kl_reference",
+            "kl_teacher": "kl_teacher",
         }.items()
     }
     outside = [float(b["outside_band"][i, j]) for b, i, j in tokens if not b["ratio"][i, j].isnan()]
@@ -128,7 +130,7 @@ def test_percentile_of_many_tokens():
     batch = micro_batch(0) | {"lag": torch.tensor([0.0, 0.0, 0.0, 7.0])}
     shape = 4, 100
     log_ratio = torch.linspace(-3, 0, 400).view(shape)[:, torch.randperm(100)].flip(0)
-    for name in ("clipped_low", "clipped_high", "outside_band", "entropy", "kl_reference"):
+    for name in ("clipped_low", "clipped_high", "outside_band", "entropy", "kl_reference", "kl_teacher"):
         batch[name] = torch.zeros(shape)
     everywhere = torch.ones(shape, dtype=torch.bool)
     batch |= dict.fromkeys(("mask", "sampled", "behaviour_known"), everywhere)
