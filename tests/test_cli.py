@@ -45,8 +45,11 @@ def with_base(name: str) -> list[str]:
         files[0] = "papers/a_gsm8k.yaml"
     if name == "turn_advantage.yaml":
         files[0] = "guess_number.yaml"
-    own = ["--model.policy.name=nobody/model", "--data.task.train=my.jsonl"] if name == "your_own.yaml" else []
-    return [*(f"--config={CONFIGS / file}" for file in files), *own]
+    own = {
+        "your_own.yaml": ["--model.policy.name=nobody/model", "--data.task.train=my.jsonl"],
+        "distil.yaml": ["--model.loss.regularisers.teacher.name=nobody/teacher"],
+    }
+    return [*(f"--config={CONFIGS / file}" for file in files), *own.get(name, [])]
 
 
 def lgrpo(*arguments: str, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess:
