@@ -28,11 +28,12 @@ from lgrpo.callbacks import ExactResume, RolloutLog
 from lgrpo.cli import main
 from lgrpo.data.advantages import set_advantages
 from lgrpo.data.collate import completions_of
+from lgrpo.data.partial import PartialRollouts
 from lgrpo.functional import turn_indices
 from lgrpo.recordings import ReplayEngine, RolloutRecorder
 from lgrpo.recordings.recording import Recording
 from lgrpo.report import read_series
-from lgrpo.rewards import EnvironmentReward, Reward, WeightedSum
+from lgrpo.rewards import NOT_YET, EnvironmentReward, Reward, WeightedSum
 from tests.engines.test_environment import Echo, Failing, OneTurn, data_of, engine_of
 from tests.helpers import LowDigits, build, fit, largest_difference
 from tests.processes import two_turns
@@ -304,6 +305,44 @@ def test_the_overlay_trains(tmp_path):
     arguments = ["--data.num_rollouts=2", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
     main(["fit", *configs, f"--run={run}", "--data.evaluation.num_samples=2", *arguments])
     assert all(0 < value < 1 for _, value in read_series(run)["rollout/turn_signal_fraction"])
+
+
+class SecondTime(EnvironmentReward):
+    """Knows the reward of some prompts when it is asked again."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = set()
+
+    def score(self, prompt, completion):
+        is_known = prompt.position % 3 or prompt.position in self.asked
+        return super().score(prompt, completion) if is_known else NOT_YET
+
+    def __call__(self, prompts, completions):
+        scores = super().__call__(prompts, completions)
+        self.asked |= {prompt.position for prompt in prompts}
+        return scores
+
+
+def test_groups_whose_rewards_come_later():
+    advantage = TurnAdvantage(discount=0.8)
+    run = fit(v=2, rollouts=4, data=data_of(reward=SecondTime()) | {"advantage": advantage})
+    assert sum(row["rollout/late_joined"] for row in run.logged) > 0
+    for batch in run.recorder.rollouts:
+        known = batch.select(batch.is_known.nonzero().flatten())
+        for own, other in zip(by_loop(known, run, advantage), at_turns(known, run), strict=True):
+            assert own == pytest.approx(other, abs=1e-5)
+        assert (batch.advantages[~batch.is_known] == 0).all()
+
+
+def test_episodes_that_continue_in_the_next_rollout():
+    advantage = TurnAdvantage()
+    data = data_of() | {"advantage": advantage, "partial": PartialRollouts(extra_prompts=4, max_spans=8)}
+    run = fit(v=1, rollouts=5, data=data)
+    assert any(batch.behaviour_step.ndim == 2 for batch in run.recorder.rollouts)
+    for batch in run.recorder.rollouts:
+        for own, other in zip(by_loop(batch, run, advantage), at_turns(batch, run), strict=True):
+            assert own == pytest.approx(other, abs=1e-5)
 
 
 @pytest.mark.slow("starts two processes")
