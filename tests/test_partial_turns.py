@@ -18,7 +18,7 @@ from lgrpo import RolloutCallback, Sampling, TransformersEngine
 from lgrpo.callbacks import ExactResume
 from lgrpo.data.collate import completions_of
 from lgrpo.data.partial import PartialRollouts
-from lgrpo.engines import EnvironmentEngine
+from lgrpo.engines import EnginePool, EnvironmentEngine
 from lgrpo.environments import EpisodeLimits
 from lgrpo.recordings import RolloutRecorder
 from lgrpo.rewards import EnvironmentReward
@@ -28,7 +28,7 @@ from tests.environments.diaries import Uneven, diaries, told
 from tests.helpers import build, fit, largest_difference
 from tests.processes.alive import until_all_ended
 from tests.test_in_flight import ROLLOUTS, in_flight
-from tests.test_overlap import SaveEveryStep
+from tests.test_overlap import SaveEveryStep, SlowSteps
 from tests.test_partial import CannotContinue, Progress, Weights, by_position, check_probabilities, spans_of
 
 STOP = list("56789")
@@ -206,7 +206,7 @@ from pathlib import Path
 from lgrpo.callbacks import ExactResume
 from lgrpo.engines.partial_episodes import PartialEpisodeSampler
 from tests.helpers import fit
-from tests.test_overlap import SaveEveryStep
+from tests.test_overlap import SaveEveryStep, SlowSteps
 from tests.test_partial_turns import PROCESSES, data_of
 
 folder, overlap = Path(sys.argv[1]), sys.argv[2] == "overlap"
@@ -256,11 +256,46 @@ def test_recorded(tmp_path):
     assert any(row["observed"] and row["spans"] for row in rows)
 
 
-def test_partial_off_samples_the_same(tmp_path):
-    """A rollout that waits for all episodes is not sampled in parts."""
-    one, other = (fit(v=2, rollouts=4, data=data_of(tmp_path / name, partial=False)) for name in ("one", "other"))
-    assert largest_difference(one.weights, other.weights) == 0
+@pytest.mark.slow("starts a pool")
+def test_pool_with_a_worker_killed(tmp_path):
+    """The process of an engine, not of an environment: turns are sampled again from the tokens they had."""
+    pool, kept, progress, folder = EnginePool(SlowSteps(), num_processes=2), Weights(), Progress(), tmp_path / "diaries"
+
+    class Kill(RolloutCallback):
+        def on_rollout_start(self, trainer, pl_module, rollout):
+            if rollout == 3:
+                os.kill(pool._workers.running[0].process.pid, signal.SIGKILL)
+
+    data = data_of(folder, engine=pool)
+    try:
+        with pytest.warns(UserWarning, match="recovering"):
+            run = fit(v=1, rollouts=6, learning_rate=0.5, data=data, callbacks=[Kill(), kept, progress])
+    finally:
+        pool.close()
+    trained = {int(position) for batch in run.recorder.rollouts for position in batch.positions}
+    assert trained | progress.groups[-1].keys() == set(range(progress.num_begun[-1]))
+    assert max(len(spans) for spans in spans_of(run)) > 1
+    check_probabilities(run, kept)
+    check_diaries(run, folder)
+
+
+class WholeOnly(TransformersEngine):
+    """Refuses to sample parts."""
+
+    def generate_part(self, generation):
+        raise AssertionError("a part was sampled")
+
+
+def test_partial_off_is_unchanged(tmp_path):
+    """A rollout that waits for all episodes is not sampled in parts, and they have one version."""
+    engines = {"one": WholeOnly(), "other": TransformersEngine(max_sequences=8)}
+    one, other = (
+        fit(v=2, rollouts=4, data=data_of(tmp_path / name, engine=engine, partial=False))
+        for name, engine in engines.items()
+    )
+    assert largest_difference(one.weights, other.weights) < 1e-6, "only rounding depends on the batches"
     assert not any(batch.behaviour_step.ndim == 2 for batch in one.recorder.rollouts)
+    check_diaries(one, tmp_path / "one")
 
 
 def test_an_engine_that_cannot_continue_is_refused(tmp_path):

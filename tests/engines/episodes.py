@@ -52,9 +52,10 @@ def check_episodes(policy, engine, prompts, tolerance):
 
 
 def generate_in_parts(wrapped, prompts, tokenizer, cuts, before_part=lambda number: None):
-    """Sample episodes in several partial generations, each cut after a number of decoding steps; return all.
+    """Sample episodes in several partial generations; return all, and what was unfinished after each generation.
 
-    The last generation is not cut. ``before_part`` is called with the number of each.
+    Each ends after a number of decoding steps, or when a group is whole ("group"); the last one is not cut.
+    ``before_part`` is called with the number of each.
     """
     whole, begun, parts = {}, {}, []
     inner = wrapped.engine
@@ -72,6 +73,7 @@ def generate_in_parts(wrapped, prompts, tokenizer, cuts, before_part=lambda numb
         )
         part.begun = {asked.index(index): group for index, group in begun.items()}
         part.is_partial = True
+        part.needed = 1 if cut == "group" else None
         inner.on_step = count
         try:
             wrapped.generate_part(part)
@@ -92,14 +94,14 @@ def generate_in_parts(wrapped, prompts, tokenizer, cuts, before_part=lambda numb
     return [whole[index] for index in range(len(prompts))], parts
 
 
-def check_continued_episodes(policy, engine, prompts, tolerance, cuts, folder, limits=None):
+def check_continued_episodes(policy, engine, prompts, tolerance, cuts, folder, limits=None, environment=Diary):
     """Check that episodes are cut anywhere, and continued with other weights, in the same environments.
 
     The engine holds the policy's weights, as it does afterwards.
     """
     step, tokenizer = engine.state.step, policy.tokenizer
     policies = {step: policy}
-    wrapped = EnvironmentEngine(Diary(folder), engine, max_tokens_per_turn=6, limits=limits)
+    wrapped = EnvironmentEngine(environment(folder), engine, max_tokens_per_turn=6, limits=limits)
 
     def change_weights(number):
         if number:

@@ -23,9 +23,10 @@ from lgrpo.engines import EngineError, Timeouts, VLLMServerEngine, WeightSyncErr
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.launch import check_logprobs_mode
 from tests.engines.conftest import build_policy
-from tests.engines.episodes import check_episodes
+from tests.engines.episodes import check_continued_episodes, check_episodes
 from tests.engines.partial import check_continued
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
+from tests.environments.diaries import Uneven
 from tests.helpers import fit, tiny_policy
 from tests.processes.alive import running as running_processes
 from tests.test_in_flight import check_probabilities, in_flight
@@ -125,6 +126,12 @@ def slow(engine):
 def test_continued_completions(policy, slow):
     slow.load_weights(policy.weights(), step=3)
     check_continued(slow, policy, prompts(policy, *TEXTS, *TEXTS), TOLERANCE)
+
+
+def test_continued_episodes(policy, slow, tmp_path):
+    slow.load_weights(policy.weights(), step=3)
+    questions = prompts(policy, *TEXTS, *TEXTS)
+    check_continued_episodes(policy, slow, questions, TOLERANCE, ["group"], tmp_path, environment=Uneven)
 
 
 def test_partial_rollouts(slow):

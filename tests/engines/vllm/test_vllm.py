@@ -20,7 +20,7 @@ from lgrpo.engines.completions import Generation
 from lgrpo.engines.vllm.runtime import explain
 from lgrpo.types import RECORDED
 from lgrpo.weights import PolicyWeights
-from tests.engines.episodes import check_episodes
+from tests.engines.episodes import check_continued_episodes, check_episodes
 from tests.engines.partial import check_continued
 from tests.helpers import MODEL, fit, largest_difference, tiny_policy
 
@@ -150,6 +150,11 @@ def test_samples_do_not_depend_on_batch_or_order(policy, engine):
     assert together == backwards == alone
     assert together != as_ids(engine.generate(questions, 4, sampling, 8, policy.tokenizer))
     assert len({tuple(ids) for ids in together[1]}) > 1
+
+
+def test_continued_episodes(policy, engine, tmp_path):
+    """Cut within the first turns and within later ones, and continued with other weights each time."""
+    check_continued_episodes(policy, engine, prompts(policy, *TEXTS), TOLERANCE, [3, 4], tmp_path)
 
 
 def test_continued_completions(policy, engine):
