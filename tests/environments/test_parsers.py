@@ -18,7 +18,7 @@ from lgrpo.environments.tools import PARSERS, Call, parser_for, tool_schema
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 WITH_PARSER = ("qwen3", "qwen2_5.", "qwen2_5_training", "llama3_1", "llama3_2", "nemotron", "lfm2_v2", "lfm2_2_5")
-WITH_PARSER += ("glm4", "deepseek")
+WITH_PARSER += ("glm4", "deepseek", "gemma4", "diffusion_gemma", "gptoss")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -33,6 +33,7 @@ PIECES = [
     *["<function=f>", "<parameter=a>", "</parameter>", "</function>", "<think>", "</think>", "NaN", "\\u12"],
     *["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"],
     '{"name": "f", "parameters": ',
+    *["<|tool_call>", "call:f{", '<|"|>', "<tool_call|>", "<|channel>", "to=functions.f", "<|message|>", "<|call|>"],
 ]
 
 
@@ -73,7 +74,9 @@ def test_calls_that_a_template_writes_are_read(path):
     """The parser that is chosen by a template reads the calls that this template renders."""
     template = path.read_text(encoding="utf-8")
     if not path.name.startswith(WITH_PARSER):
-        with pytest.raises(ValueError, match="set parser to one of deepseek, glm, hermes, llama, mistral, python, xml"):
+        with pytest.raises(
+            ValueError, match="set parser to one of deepseek, gemma, glm, harmony, hermes, llama, mistral, python, xml"
+        ):
             parser_for(template)
         return
     parser = parser_for(template)
@@ -114,9 +117,9 @@ def test_parser_is_chosen_by_the_template(template, name):
     assert type(parser_for(template)) is PARSERS[name]
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages }}", "<|tool_call>call:{{ name }}<tool_call|>"])
+@pytest.mark.parametrize("template", [None, "{{ messages }}", "<atem:function_calls>"])
 def test_template_of_an_unknown_format(template):
-    with pytest.raises(ValueError, match="set parser to one of deepseek, glm, hermes"):
+    with pytest.raises(ValueError, match="set parser to one of deepseek, gemma, glm, harmony, hermes"):
         parser_for(template)
 
 
@@ -159,6 +162,21 @@ def test_template_of_an_unknown_format(template):
         ),
         ("deepseek", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', [("f", {"a": 1})]),
         ("deepseek", "No call.", []),
+        (
+            "gemma",
+            "<|channel>thought\n<|tool_call>call:no{}<tool_call|><channel|>I look."
+            '<|tool_call>call:f{a:[1,-2.5,null],b:{<|"|>c d<|"|>:<|"|>{x:1}, "y"<|"|>}}<tool_call|>'
+            "<|tool_call>call:now{}<tool_call|><|tool_response>",
+            [("f", {"a": [1, -2.5, None], "b": {"c d": '{x:1}, "y"'}}), ("now", {})],
+        ),
+        ("gemma", "No call<turn|>", []),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>Use functions.f.<|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.f <|constrain|>json<|message|>{"a": "<|b|>"}<|call|>',
+            [("f", {"a": "<|b|>"})],
+        ),
+        ("harmony", "<|channel|>final<|message|>Not to=functions.f<|return|>", []),
     ],
 )
 def test_texts_with_and_without_calls(family, text, expected):
@@ -194,6 +212,11 @@ def test_texts_with_and_without_calls(family, text, expected):
         ("xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "not closed"),
         ("xml", '<tool_call>{"name": "f"}</tool_call>', "no <function=…>"),
         ("glm", '<tool_call>{"name": "f"}</tool_call>', "must be a name, and pairs"),
+        ("gemma", "<|tool_call>call:f{a:<tool_call|>", "cannot be read"),
+        ("gemma", "<|tool_call>{a:1}<tool_call|>", "a name and an object"),
+        ("gemma", "<|tool_call>call:f[1]<tool_call|>", "a name and an object"),
+        ("harmony", "to=functions.f<|channel|>commentary<|message|>a=1<|call|>", "cannot be read"),
+        ("harmony", "to=functions.f<|message|>[1]<|call|>", "a name and an object"),
         ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>", "must be a name, and pairs"),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{a}\n```", "cannot be read"),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n[1]\n```", "a name and an object"),

@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeAlias, final
 
 from lgrpo.environments.base import TurnError
 from lgrpo.environments.tools.calls import JSON, Call, CallParser, malformed, unreadable
-from lgrpo.environments.tools.tag_parsers import DeepSeekParser, GLMParser, XMLParser
+from lgrpo.environments.tools.tag_parsers import DeepSeekParser, GemmaParser, GLMParser, HarmonyParser, XMLParser
 
-ParserName: TypeAlias = Literal["auto", "deepseek", "glm", "hermes", "llama", "mistral", "python", "xml"]
+ParserName: TypeAlias = Literal[
+    "auto", "deepseek", "gemma", "glm", "harmony", "hermes", "llama", "mistral", "python", "xml"
+]
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
@@ -121,19 +123,22 @@ class PythonParser(CallParser):
 
 PARSERS: dict[str, type[CallParser]] = {
     "deepseek": DeepSeekParser,
+    "gemma": GemmaParser,
     "glm": GLMParser,
+    "harmony": HarmonyParser,
     "hermes": HermesParser,
     "llama": LlamaParser,
     "mistral": MistralParser,
     "python": PythonParser,
     "xml": XMLParser,
 }
-_SIGNS = {  # parts of chat templates, the most specific first; None: a format without a parser
+_SIGNS = {  # parts of chat templates, the most specific first
     "[TOOL_CALLS]": "mistral",
     "<function=": "xml",
     "<arg_key>": "glm",
     "<｜tool▁call▁begin｜>": "deepseek",
-    "<|tool_call>": None,
+    "<|tool_call>": "gemma",
+    "<|channel|>commentary": "harmony",
     "<|tool_call_start|>": "python",
     "<tool_call>": "hermes",
     "<|python_tag|>": "llama",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import final
@@ -70,12 +71,50 @@ class DeepSeekParser(CallParser):
 
     def read(self, text: str) -> Iterator[Call | TurnError]:
         for head in self._head.finditer(text):
-            try:
-                arguments, _ = JSON.raw_decode(text, head.end())
-            except (ValueError, RecursionError) as error:
-                yield unreadable(error, text[head.end() :])
-                continue
-            if not head[1] or not isinstance(arguments, dict):
-                yield malformed("a call must have a name and an object of arguments", text[head.start() :])
-            else:
-                yield Call(name=head[1], arguments=arguments)
+            yield _read_arguments(head[1], text[head.end() :], text[head.start() :])
+
+
+@final
+class GemmaParser(CallParser):
+    """Format of Gemma 4: ``<|tool_call>call:add{a:1,note:<|"|>text<|"|>}<tool_call|>``.
+
+    >>> GemmaParser().parse('<|tool_call>call:add{a:1,note:<|"|>an "a"<|"|>}<tool_call|>')[0].arguments
+    {'a': 1, 'note': 'an "a"'}
+    """
+
+    _thought = re.compile(r"<\|channel>.*?(?:<channel\|>|\Z)", re.DOTALL)
+    _call = re.compile(r"<\|tool_call>\s*(?:call:)?([\w.-]*)\s*(.*?)(?=<\|tool_call>|\Z)", re.DOTALL)
+    _key = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
+
+    def read(self, text: str) -> Iterator[Call | TurnError]:
+        for match in self._call.finditer(self._thought.sub("", text)):
+            parts = match[2].split('<|"|>')  # texts are the parts between two of these marks
+            parts[::2] = [self._key.sub(r'\1"\2":', part) for part in parts[::2]]
+            parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+            yield _read_arguments(match[1], "".join(parts), match[0])
+
+
+@final
+class HarmonyParser(CallParser):
+    """Format of gpt-oss: ``to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>``.
+
+    >>> HarmonyParser().parse('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>')
+    [Call(name='add', arguments={'a': 1}, positional=(), are_texts=False, id=None)]
+    """
+
+    _head = re.compile(r"to=functions\.([\w.-]*)(?:[^<]|<\|(?:channel|constrain)\|>)*<\|message\|>\s*")
+
+    def read(self, text: str) -> Iterator[Call | TurnError]:
+        for head in self._head.finditer(text):
+            yield _read_arguments(head[1], text[head.end() :], text[head.start() :])
+
+
+def _read_arguments(name: str, arguments: str, shown: str) -> Call | TurnError:
+    """Return the call of a name with the JSON object at the beginning of a text, or an error."""
+    try:
+        value, _ = JSON.raw_decode(arguments)
+    except (ValueError, RecursionError) as error:
+        return unreadable(error, shown)
+    if not name or not isinstance(value, dict):
+        return malformed("a call must have a name and an object of arguments", shown)
+    return Call(name=name, arguments=value)
