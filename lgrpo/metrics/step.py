@@ -21,6 +21,8 @@ SUMS = (
     "clipped_high",
     "band_tokens",
     "outside_band",
+    "fresh_band_tokens",
+    "fresh_outside_band",
     "kl_behaviour",
     "kl_reference",
     "teacher_tokens",
@@ -106,6 +108,8 @@ class StepMetrics(Metric):
             "clipped_high": _where(mask, clipped_high).sum(),
             "band_tokens": nothing if outside_band is None else has_ratio.sum(),
             "outside_band": nothing if outside_band is None else _where(has_ratio, outside_band).sum(),
+            "fresh_band_tokens": nothing if outside_band is None else (has_ratio & is_fresh).sum(),
+            "fresh_outside_band": nothing if outside_band is None else _where(has_ratio & is_fresh, outside_band).sum(),
             # k3 of KL(π_α ‖ π_θ), because α sampled the tokens
             "kl_behaviour": (known_log_ratio.exp() - 1 - known_log_ratio).sum(),
             "kl_reference": nothing if kl_reference is None else _where(mask, kl_reference).sum(),
@@ -163,6 +167,8 @@ class StepMetrics(Metric):
             metrics |= {f"ratio_{name}": value for name, value in quantiles.items()}
         if total["band_tokens"]:
             metrics["outside_band_fraction"] = total["outside_band"] / total["band_tokens"]
+        if total["fresh_band_tokens"]:
+            metrics["engine_outside_band_fraction"] = total["fresh_outside_band"] / total["fresh_band_tokens"]
         metrics |= {
             f"distance_lag_{name}": distance / number
             for name, distance, number in zip(LAG_BUCKETS, distances, numbers, strict=True)

@@ -56,6 +56,7 @@ _TRAIN = [
     "engine_mismatch_mean",
     "engine_mismatch_p99",
     "engine_mismatch_max",
+    "engine_outside_band_fraction",
     "entropy",
 ]
 _TRAIN += [f"distance_lag_{lags}" for lags in ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-")]

@@ -65,9 +65,10 @@ def by_loops(batches):
             "kl_teacher": "kl_teacher",
         }.items()
     }
-    outside = [float(b["outside_band"][i, j]) for b, i, j in tokens if not b["ratio"][i, j].isnan()]
+    band = [(b["lag"][i], float(b["outside_band"][i, j])) for b, i, j in tokens if not b["ratio"][i, j].isnan()]
     return all_tokens | {
-        "outside_band_fraction": mean(outside),
+        "outside_band_fraction": mean([outside for _, outside in band]),
+        "engine_outside_band_fraction": mean([outside for lag, outside in band if lag == 0]),
         "loss": sum(float(b["loss"]) for b in batches),
         "live_tokens": len(tokens),
         "engine_mismatch_mean": mean(fresh),
