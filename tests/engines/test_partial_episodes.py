@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from lgrpo import TransformersEngine
 from lgrpo.engines import EngineError, EnvironmentEngine
 from lgrpo.engines.completions import Generation
-from lgrpo.environments import EpisodeLimits
+from lgrpo.environments import EpisodeLimits, Turn
 from lgrpo.types import Prompt
 from tests.engines.episodes import (
     SAMPLING,
@@ -155,3 +156,43 @@ def test_a_generation_that_waits_for_an_environment_stops(policy, engine):
     second.begun = first.unfinished
     wrapped.generate_part(second)
     assert [[e.token_ids for e in second.groups[i]] for i in range(3)] == [[e.token_ids for e in g] for g in whole]
+
+
+def test_enough_groups_stop_the_engine(policy, engine):
+    """An answer of the environment that completes a group stops the turns that are being sampled."""
+    answered = threading.Event()
+
+    class Late(Counting):
+        """The last answer to the first group comes while the second turn of the other is being sampled."""
+
+        def reset(self, row):
+            super().reset(row)
+            self.is_short = row["is_short"]
+
+        def step(self, text):
+            if self.is_short:
+                assert answered.wait(60)
+                return Turn(done=True)
+            return super().step(text)
+
+    prompts = [replace(PROMPTS[0], row={"is_short": True}), replace(PROMPTS[1], row={"is_short": False})]
+    wrapped = EnvironmentEngine(Late(), engine, max_tokens_per_turn=6, limits=None)
+    part = Generation(prompts, 4, SAMPLING, 0, policy.tokenizer, None, *wrapped.require_weights(), is_partial=True)
+    part.needed = 1
+    num_steps = []
+
+    def wait_in_the_second_turn():
+        if engine._generation.num_samples > 1:  # first turns, which siblings have together
+            return
+        num_steps.append(1)
+        answered.set()
+        for _ in range(6000):
+            if engine._generation.is_stopped:
+                return
+            time.sleep(0.01)
+
+    engine.on_step = wait_in_the_second_turn
+    wrapped.generate_part(part)
+    assert list(part.groups) == [0]
+    assert max(len(episode.observed) for episode in part.unfinished[1]) == 1
+    assert len(num_steps) == 1, "the engine sampled on"
