@@ -35,7 +35,7 @@ class Episode:
     """Whether its last turn reached a limit."""
     text: str = ""
     finish_reason: Literal["stop", "length"] | None = None
-    is_ending: bool = False
+    awaits_last_reward: bool = False
     """Whether only its last reward is missing."""
     errors: list[TurnError] = field(default_factory=list)
     failure: EpisodeFailure | None = None

@@ -177,19 +177,19 @@ class EpisodeSampler:
                 break
             assert answer is not None
             self._num_waiting -= 1
-            if self._has_next_turn(*answer):
+            if self._add_answer(*answer):
                 ready.append(answer[0])
                 timeout = GRACE
         return ready
 
-    def _has_next_turn(self, episode: Episode, future: Future[Any]) -> bool:
-        """Add the environment's answer to an episode; end it if there is no next turn."""
+    def _add_answer(self, episode: Episode, future: Future[Any]) -> bool:
+        """Add the environment's answer to an episode, or end it; return whether its next turn can be sampled."""
         try:
             turn = future.result()
         except EpisodeFailure as failure:
             self._fail(episode, failure)
             return False
-        if episode.is_ending:
+        if episode.awaits_last_reward:
             episode.rewards[-1] += turn
             self._finish(episode, "length")
             return False
@@ -224,7 +224,7 @@ class EpisodeSampler:
 
     def _truncate(self, episode: Episode) -> None:
         """End an episode at a limit, once the environment has given its last reward."""
-        episode.is_ending = True
+        episode.awaits_last_reward = True
         self._num_waiting += 1
         self._episodes.truncate(episode).add_done_callback(lambda future: self._answers.put((episode, future)))
 

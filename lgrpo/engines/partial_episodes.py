@@ -279,7 +279,7 @@ class PartialEpisodeSampler(EpisodeSampler):
 
     def _take_answer(self, episode: Episode, answer: Future[Any]) -> None:
         try:
-            if self._has_next_turn(episode, answer):
+            if self._add_answer(episode, answer):
                 episode.is_waiting = False
         except BaseException as error:
             self._error = error
