@@ -8,7 +8,7 @@ import pytest
 from tests.notebooks import FOLDER, NOTEBOOKS, digest, execute_all
 
 ROOT = FOLDER.parent
-EXPECTED = {101, 102, 103, 201, 202, 203, 204, 205, 206, 301, 302, 303, 304}
+EXPECTED = {101, 102, 103, 201, 202, 203, 204, 205, 206, 207, 301, 302, 303, 304}
 
 
 @pytest.fixture(scope="module")
