@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
@@ -13,7 +14,7 @@ from lgrpo.commands import INTERRUPTED, command_parser
 if TYPE_CHECKING:
     from lgrpo.commands.play_view import EpisodeView
     from lgrpo.data import RolloutDataModule
-    from lgrpo.engines import EnvironmentEngine, RolloutEngine
+    from lgrpo.engines import EnvironmentEngine
     from lgrpo.policy import CausalPolicy
     from lgrpo.types import Completion, Prompt
 
@@ -46,7 +47,7 @@ def main(args: list[str]) -> None:
     warnings.filterwarnings("ignore", "the model made mistakes")  # they are shown with their turns
     view = EpisodeView(sys.stdout, lists_tokens=options.tokens)
     try:
-        _play(options.checkpoint, options.config, view, options)
+        play(options, view)
     except EOFError:
         view.note("The input has ended, and so has the episode.")
     except KeyboardInterrupt:
@@ -57,41 +58,39 @@ def main(args: list[str]) -> None:
         raise SystemExit(f"lgrpo: {error}") from error
 
 
-def _play(path: Path, config: Path | None, view: EpisodeView, options: object) -> None:
+def play(options: argparse.Namespace, view: EpisodeView) -> None:
+    """Play the episode that the options describe, and show it."""
+    from lgrpo.checks import check_count
     from lgrpo.commands.export import find_checkpoint, find_config
     from lgrpo.commands.hf_folder import load_policy
-    from lgrpo.commands.play_engine import PlayerEngine, SharedEnvironment, WatchedEngine
+    from lgrpo.commands.play_engine import PlayerEngine, WatchedEngine, WatchedEnvironment
     from lgrpo.commands.settings import build_settings
-    from lgrpo.engines import EnvironmentEngine, TransformersEngine
+    from lgrpo.engines import TransformersEngine
     from lgrpo.environments import ToolEnvironment
 
-    index, seed, turns = options.index, options.seed, options.turns  # type: ignore[attr-defined]
-    checkpoint = find_checkpoint(path)
-    settings, data = build_settings(config or find_config(checkpoint))
-    played = find_environment(data, checkpoint)
-    environment = played.environment
+    checkpoint = find_checkpoint(options.checkpoint)
+    settings, data = build_settings(options.config or find_config(checkpoint))
+    engine = find_environment(data, checkpoint)
+    environment = engine.environment
     assert environment is not None
     policy, step = load_policy(checkpoint, settings)
-    prompt, total = find_prompt(data, policy, index, played)
+    prompt, total = find_prompt(data, policy, options.index, engine)
     view.tokenizer, view.tools = policy.tokenizer, environment if isinstance(environment, ToolEnvironment) else None
     model = TransformersEngine(trust_remote_code=policy.trust_remote_code)
-    inner: RolloutEngine
-    if options.human:  # type: ignore[attr-defined]
-        inner = PlayerEngine(model, view)
+    if options.human:
+        engine.engine = PlayerEngine(model, view)
     else:
-        inner = WatchedEngine(model, view, pauses=options.pause and sys.stdin.isatty())  # type: ignore[attr-defined]
-    engine = EnvironmentEngine(
-        environment=SharedEnvironment(environment, view.answered),
-        engine=inner,
-        max_turns=played.max_turns if turns is None else turns,
-        max_tokens_per_turn=played.max_tokens_per_turn,
-        limits=None,
-    )
-    view.begin(prompt, f"problem {index} of {total}, checkpoint of step {step}")
+        engine.engine = WatchedEngine(model, view, pauses=options.pause and sys.stdin.isatty())
+    engine.environment, engine.limits = WatchedEnvironment(environment, view.answered), None
+    if options.turns is not None:
+        check_count("--turns", options.turns, at_least=1)
+        engine.max_turns = options.turns
+    view.begin(prompt, f"problem {options.index} of {total}, checkpoint of step {step}")
     try:
         engine.load_weights(policy.weights(), step)
         sampling = data.evaluation.sampling or data.sampling
-        [[completion]] = engine.generate([prompt], 1, sampling, data.seed if seed is None else seed, policy.tokenizer)
+        seed = data.seed if options.seed is None else options.seed
+        [[completion]] = engine.generate([prompt], 1, sampling, seed, policy.tokenizer)
     finally:
         engine.close()
     view.end(completion, score(data, prompt, completion))

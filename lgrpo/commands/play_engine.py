@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -65,7 +66,7 @@ class PlayerEngine(WrapperEngine):
 
 
 @final
-class SharedEnvironment(Environment):
+class WatchedEnvironment(Environment):
     """Environment that reports its answers. A deep copy has a copy of the environment and the same listener."""
 
     def __init__(self, environment: Environment, on_answer: Callable[[Turn], None]) -> None:
@@ -73,10 +74,8 @@ class SharedEnvironment(Environment):
         self._on_answer = on_answer
         self.keeps_special_tokens = environment.keeps_special_tokens
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedEnvironment:
-        from copy import deepcopy
-
-        return SharedEnvironment(deepcopy(self._environment, memo), self._on_answer)
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedEnvironment:
+        return WatchedEnvironment(copy.deepcopy(self._environment, memo), self._on_answer)
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         return self._environment.tool_schemas()

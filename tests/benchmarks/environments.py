@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.environments guess_number                  # seeds 0 to 4, resumable
     python -m tests.benchmarks.environments calculator no_tool
-    python -m tests.benchmarks.environments --report                      # tables of tutorials/pages/environments.md
+    python -m tests.benchmarks.environments --report                      # table of tutorials/pages/environments.md
 
 Each run is ``lgrpo fit`` with the configs of its arm and ``--seed_everything SEED`` in one thread. It appends a row to
 ``tests/benchmarks/results/environments.jsonl`` as soon as it ends, so an interrupted command continues with the other
@@ -33,6 +33,8 @@ ARMS = {
     "no_tool": ["configs/calculator.yaml", "configs/no_tool.yaml"],
 }
 """Configs of each arm."""
+PAGE = ROOT / "tutorials" / "pages" / "environments.md"
+BEGIN, END = "<!-- seeds -->", "<!-- end -->"
 
 
 def train(arm: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -62,12 +64,37 @@ def read() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return pass@1 of each arm before and after training, with mean, extremes and CPU seconds, as Markdown."""
+    lines = [
+        "| configs | seeds | pass@1 before | after | lowest, highest | CPU seconds |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for arm, configs in ARMS.items():
+        if not (own := [row for row in rows if row["arm"] == arm]):
+            continue
+        before, after = ([row["pass@1"][end][1] for row in own] for end in (0, -1))
+        names = " + ".join(f"`{Path(config).name}`" for config in configs)
+        seconds = statistics.fmean(row["cpu_seconds"] for row in own)
+        lines.append(
+            f"| {names} | {len(own)} | {statistics.fmean(before):.2f} | {statistics.fmean(after):.2f} | "
+            f"{min(after):.2f}, {max(after):.2f} | {seconds:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def with_table(page: str, text: str) -> str:
+    """Return the page with the table between its markers."""
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", nargs="*", choices=[*ARMS, []], help="Arms to run.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="Seeds to run.")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "environments", help="Folder for the runs.")
-    parser.add_argument("--report", action="store_true", help="Print the tables and train nothing.")
+    parser.add_argument("--report", action="store_true", help="Write the table to the page and train nothing.")
     options = parser.parse_args()
     done = {(row["arm"], row["seed"]) for row in read()}
     for arm in () if options.report else options.arms or ARMS:
@@ -76,6 +103,9 @@ def main() -> None:
                 row = train(arm, seed, options.folder.resolve())
                 with ROWS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
+    if options.report:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(read())), encoding="utf-8")
+    print(table(read()))
 
 
 if __name__ == "__main__":

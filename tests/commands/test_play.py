@@ -96,7 +96,7 @@ def test_a_person_plays(run, capsys, monkeypatch):
     ("args", "message"),
     [
         (["RUN", "--index=5"], "--index is 5, but the run has 5 problems: 0 to 4"),
-        (["RUN", "--turns=0"], "max_turns is 0; it must be at least 1"),
+        (["RUN", "--turns=0"], "--turns is 0; it must be at least 1"),
         (["nowhere.ckpt"], "there is no checkpoint at nowhere.ckpt"),
     ],
 )
