@@ -13,7 +13,7 @@ def test_the_table_on_the_page_is_that_of_the_rows():
 
 
 def test_the_results_say_what_the_page_says():
-    """The game is learnt from every seed, and the calculator's task is not without the tool."""
+    """The game and the calculator's task are learnt from every stored seed, the latter not without the tool."""
     ends = {arm: [row["pass@1"] for row in environments.read() if row["arm"] == arm] for arm in environments.ARMS}
     for arm in "guess_number", "calculator":
         assert all(curve[-1][1] > curve[0][1] + 0.1 for curve in ends[arm])
