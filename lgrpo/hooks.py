@@ -60,6 +60,9 @@ class TrainPrompts(Protocol):
 
     def at(self, position: int) -> Prompt: ...
 
+    @property
+    def longest(self) -> int: ...
+
 
 class SamplingSchedule(Protocol):
     """Part of the schedule of rollouts that callbacks use."""

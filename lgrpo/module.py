@@ -148,7 +148,9 @@ class GRPOModule(L.LightningModule):
     def on_fit_start(self) -> None:
         self._initial_reference.note(self.reference)
         if self.loss.distillation is not None:
-            self.loss.distillation.start(self.policy, rollout_owner(self.trainer).sampling.temperature)
+            data = rollout_owner(self.trainer)
+            longest = data.train_prompts.longest + data.sampling.max_tokens
+            self.loss.distillation.start(self.policy, data.sampling.temperature, longest)
         check_memory(self.policy, self.trainer, rollout_owner(self.trainer).micro_batch_tokens)
 
     def teardown(self, stage: str) -> None:

@@ -110,11 +110,18 @@ class LiveProcesses(Progress):
     def on_train_batch_start(self, trainer, *arguments):
         super().on_train_batch_start(trainer, *arguments)
         engine = trainer.datamodule.engine
-        unfinished = sum(c.finish_reason is None for group in self.groups[-1].values() for c in group)
-        assert len(engine._live) == unfinished
-        self.num_live.append(unfinished)
-        live = set(engine._live._episodes.values())
-        assert live <= set(engine._episodes._pool.episodes), "the environment of an unfinished episode has ended"
+        live, begun = engine._live._episodes, self.groups[-1]
+        unfinished = {
+            (position, sibling): completion
+            for position, group in begun.items()
+            for sibling, completion in enumerate(group)
+            if completion.finish_reason is None
+        }
+        assert {key for key, completion in unfinished.items() if completion.token_ids} <= live.keys()
+        assert live.keys() <= unfinished.keys()
+        self.num_live.append(len(live))
+        processes = set(engine._episodes._pool.episodes)
+        assert set(live.values()) <= processes, "the environment of an unfinished episode has ended"
 
 
 @pytest.mark.parametrize("at_limit", ["finish", "drop"])
@@ -133,7 +140,8 @@ def test_no_prompt_is_lost_and_no_process_is_left(tmp_path, at_limit):
     check_diaries(run, folder)
     if at_limit == "finish":  # episodes that are in progress at the end are the only others
         whole = sum(c.finish_reason is not None for group in progress.groups[-1].values() for c in group)
-        assert len(diaries(folder)) == 160 + progress.num_live[-1] + whole
+        num_others = len(diaries(folder)) - 160 - whole
+        assert 0 <= num_others <= progress.num_live[-1], "a process may end before it has written anything"
     assert run.data.engine._episodes is None
     pids = {pid for calls in diaries(folder) for _, pid, _ in calls}
     assert until_all_ended(lambda stat: int(stat[0]) in pids)
@@ -145,10 +153,11 @@ def test_a_process_killed_between_rollouts_costs_its_episode(tmp_path):
     class Kill(RolloutCallback):
         def on_rollout_start(self, trainer, pl_module, rollout):
             engine = trainer.datamodule.engine
-            if rollout >= 2 and not killed and len(engine._live):
-                killed.append(next(iter(engine._live._episodes)))
-                worker = engine._episodes._pool.episodes[engine._live._episodes[killed[0]]].worker
-                os.kill(worker.pid, signal.SIGKILL)
+            idle = [(key, episode) for key, episode in engine._live._episodes.items() if not episode.is_waiting]
+            if rollout >= 2 and not killed and idle:  # one that waits may have its last answer already
+                key, episode = idle[0]
+                killed.append(key)
+                os.kill(engine._episodes._pool.episodes[episode].worker.pid, signal.SIGKILL)
 
     with pytest.warns(UserWarning, match=r"Uneven ended between two steps|Uneven ended during a"):
         run = fit(v=1, rollouts=8, data=data_of(tmp_path / "diaries", PROCESSES), callbacks=[Kill()])

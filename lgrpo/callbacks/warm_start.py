@@ -89,7 +89,7 @@ class SupervisedWarmStart(L.Callback):
                     f"a warm start needs the field 'solution'; the training rows have {sorted(prompt.row)}"
                 )
             solution, context = prompt.row["solution"], policy_owner(trainer).policy.context_length
-            length = sum(map(len, solution)) if isinstance(solution, list) else len(str(solution))
+            length = sum(len(str(turn)) for turn in solution) if isinstance(solution, list) else len(str(solution))
             if length > context and length > context * longest_token(data.tokenizer):
                 raise ValueError(
                     f"the solution of the prompt {prompt.text[:60]!r} has {length} characters, more than the "

@@ -35,7 +35,7 @@ def main(args: list[str]) -> None:
         "--config", type=Path, metavar="FILE", help="Config of the run. Default: config.yaml of the checkpoint's run."
     )
     parser.add_argument("--index", type=int, default=0, metavar="N", help="Validation problem, from 0. Default: 0.")
-    parser.add_argument("--seed", type=int, metavar="S", help="Seed of the sampled tokens. Default: the run's.")
+    parser.add_argument("--seed", type=int, metavar="S", help="Seed of the sampled tokens. Default: data.seed, or 0.")
     parser.add_argument("--turns", type=int, metavar="N", help="Upper limit of turns. Default: the run's.")
     parser.add_argument("--human", action="store_true", help="Write the policy's turns yourself, one line each.")
     parser.add_argument("--tokens", action="store_true", help="List each token with its id, mask and log-probability.")
@@ -81,7 +81,7 @@ def play(options: argparse.Namespace, view: EpisodeView) -> None:
         engine.engine = PlayerEngine(model, view)
     else:
         engine.engine = WatchedEngine(model, view, pauses=options.pause and sys.stdin.isatty())
-    engine.environment, engine.limits = WatchedEnvironment(environment, view.answered), None
+    engine.environment, engine.limits = WatchedEnvironment(environment, view), None
     if options.turns is not None:
         check_count("--turns", options.turns, at_least=1)
         engine.max_turns = options.turns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, final
 
 from lgrpo.commands.play_view import EpisodeView
@@ -67,15 +67,15 @@ class PlayerEngine(WrapperEngine):
 
 @final
 class WatchedEnvironment(Environment):
-    """Environment that reports its answers. A deep copy has a copy of the environment and the same listener."""
+    """Environment whose turns are shown. A deep copy has a copy of the environment and the same view."""
 
-    def __init__(self, environment: Environment, on_answer: Callable[[Turn], None]) -> None:
+    def __init__(self, environment: Environment, view: EpisodeView) -> None:
         self._environment = environment
-        self._on_answer = on_answer
+        self._view = view
         self.keeps_special_tokens = environment.keeps_special_tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedEnvironment:
-        return WatchedEnvironment(copy.deepcopy(self._environment, memo), self._on_answer)
+        return WatchedEnvironment(copy.deepcopy(self._environment, memo), self._view)
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         return self._environment.tool_schemas()
@@ -87,6 +87,7 @@ class WatchedEnvironment(Environment):
         return self._environment.reset(row)
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
+        self._view.called(text)
         turn = self._environment.step(text)
         if inspect.isawaitable(turn):
             return self._report_later(turn)
@@ -103,4 +104,4 @@ class WatchedEnvironment(Environment):
 
     def _report(self, turn: object) -> None:
         if isinstance(turn, Turn):  # another value is an error, which the engine describes
-            self._on_answer(turn)
+            self._view.answered(turn)

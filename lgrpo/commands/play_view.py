@@ -21,7 +21,8 @@ class EpisodeView:
     """Prints an episode turn by turn: what was sampled, what the environment answered, and what it was worth.
 
     ``begin`` shows the prompt. For each turn ``observe`` shows the tokens that were added to the context since the
-    turn before, ``sample`` the tokens of the turn, and ``answered`` its reward. ``end`` shows the sums.
+    turn before, ``sample`` the tokens of the turn, ``called`` its tool calls, and ``answered`` its reward. ``end``
+    shows the sums.
     """
 
     def __init__(self, out: TextIO, lists_tokens: bool = False) -> None:
@@ -52,14 +53,17 @@ class EpisodeView:
         self._print(self._coloured(f"turn {self._num_turns}", "heading"))
 
     def sample(self, completion: Completion) -> None:
-        """Show the tokens of a turn and the tool calls in it."""
+        """Show the tokens of a turn."""
         known = [value for value in completion.logprobs if not math.isnan(value)]
         details = f"log-probability {sum(known):.2f}" if known else ""
         if completion.finish_reason == "length":
             details += ", cut at the limit"
         self._tokens("sampled", completion.token_ids, completion.logprobs, details.removeprefix(", "))
         self._context += completion.token_ids
-        for call in [] if self.tools is None else self.tools.calls(completion.text):
+
+    def called(self, text: str) -> None:
+        """Show the tool calls in the text of a turn as the environment receives it. Called by a thread of it."""
+        for call in [] if self.tools is None else self.tools.calls(text):
             self._line("call", shown_call(call))
 
     def answered(self, turn: Turn) -> None:

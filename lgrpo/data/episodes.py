@@ -27,7 +27,8 @@ def connect_environment(
             f"{type(task).__name__} has an environment, but {type(engine).__name__} samples single turns: set "
             "data.engine to lgrpo.engines.EnvironmentEngine, with this engine as data.engine.engine"
         )
-    check_turns(type(advantage), type(engine))
+    if not engine.has_turns:
+        check_turns(type(advantage), type(engine))
     for name, benchmark in benchmarks.items():
         if type(benchmark.task.environment) is not type(task.environment):
             raise ValueError(

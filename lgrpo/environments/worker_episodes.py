@@ -21,7 +21,7 @@ class WorkerEpisodes(Episodes):
     takes milliseconds and shares its memory. A process is reused for later episodes, unless its episode failed, left
     processes behind or took more than half of the memory. It is not a sandbox: it has your access rights.
 
-    The first ``reset`` starts the processes. ``close`` ends them; the next ``reset`` starts them again.
+    The first ``reset`` starts the processes, and ``close`` ends them.
     """
 
     def __init__(self, environment: Environment, limits: EpisodeLimits = EpisodeLimits()) -> None:  # noqa: B008
@@ -33,6 +33,7 @@ class WorkerEpisodes(Episodes):
         self.environment = environment
         self.limits = limits
         self._pool: EpisodePool | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def reset(self, episode: Hashable, row: Mapping[str, Any]) -> Future[Observation | None]:
@@ -53,13 +54,14 @@ class WorkerEpisodes(Episodes):
     def close(self) -> None:
         with self._lock:
             pool, self._pool = self._pool, None
+            self._is_closed = True
         if pool is not None:
             pool.close()
 
     def _call(self, episode: Hashable, method: Method, *arguments: Any) -> Future[Any]:
         call = Call(episode, method, arguments)
         with self._lock:
-            if self._pool is None and method != "reset":
+            if self._is_closed or (self._pool is None and method != "reset"):
                 fail(call.future, RuntimeError(f"episode {episode!r} has not been reset, or was closed"))
                 return call.future
             if self._pool is None:

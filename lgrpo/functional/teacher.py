@@ -1,4 +1,4 @@
-"""TeacherDivergence of a policy from a teacher of which only the most likely tokens are known."""
+"""Divergence of a policy from a teacher, of which only the most likely tokens are known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOWEST_LOGPROB = -100.0
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class TopLogprobs:
-    """The K most likely tokens at N places of a text, and the probability of all others together."""
+    """The K most likely tokens at N positions of a text, and the probability of all others together."""
 
     token_ids: Tensor
     """[N, K] int64."""
@@ -48,18 +48,25 @@ class TopLogprobs:
         return TopLogprobs(token_ids=token_ids, logprobs=logprobs, rest=rest)
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
 class TeacherDivergence:
     """KL divergence of a policy and a teacher at each of N tokens, computed from the policy's logits.
 
-    The tokens that the teacher does not name count as one. This is at most the divergence over all tokens, 0 if the
-    distributions are equal, and exact if the teacher names every token.
+    The tokens that the teacher does not return count as one. This is at most the divergence over all tokens, 0 if the
+    distributions are equal, and exact if the teacher returns every token.
     """
 
-    teacher: TopLogprobs
-    direction: Direction
-    """``forward``: KL(teacher ‖ policy); ``reverse``: KL(policy ‖ teacher)."""
-    temperature: float
+    # Not a dataclass: FSDP1 would cast the tensors in one to the precision of the layers.
+
+    def __init__(self, *, teacher: TopLogprobs, direction: Direction, temperature: float) -> None:
+        """
+        Args:
+            teacher: Distribution of the teacher at each token.
+            direction: ``forward``: KL(teacher ‖ policy); ``reverse``: KL(policy ‖ teacher).
+            temperature: Temperature of both distributions.
+        """
+        self.teacher = teacher
+        self.direction = direction
+        self.temperature = temperature
 
     def of(self, logits: Tensor, token_ids: Tensor, logprobs: Tensor, rest: Tensor) -> Tensor:
         """Return the divergence [M] at M of the N tokens, with gradient, from logits [M, V] and the teacher's part.

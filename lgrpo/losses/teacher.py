@@ -36,7 +36,7 @@ class TeacherKL(Regulariser):
             teacher: Model to learn from.
             coef: Weight of the divergence.
             direction: ``reverse``: KL(policy ‖ teacher); ``forward``: KL(teacher ‖ policy).
-            top_k: Number of tokens whose probabilities the teacher gives at each place, the most likely ones; the
+            top_k: Number of tokens whose probabilities the teacher returns at each position, the most likely ones; the
                 others count as one token. null: all tokens, which needs memory for sampled tokens × vocabulary.
             temperature: Temperature of both distributions; by default that of sampling.
             teacher_template: Prompt that the teacher reads instead of the policy's, with further fields of the row,

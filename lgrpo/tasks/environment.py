@@ -91,9 +91,10 @@ class EnvironmentTask(Task):
     def _with_solution(self, row: Mapping[str, Any]) -> Row:
         try:
             return {**row, "solution": [text.format_map(row) for text in self.solution or ()]}
-        except KeyError as error:
+        except (KeyError, ValueError, IndexError) as error:
             raise ValueError(
-                f"data.task.solution reads the field {error}, but the rows have {', '.join(sorted(row))}"
+                f"data.task.solution cannot be filled in ({type(error).__name__}: {error}). It reads fields of the row "
+                f"in braces, {', '.join(sorted(row))}; literal braces are doubled"
             ) from error
 
     def _with_observation(self, row: Mapping[str, Any]) -> Row:

@@ -15,8 +15,17 @@ class Teacher(ABC):
     """A policy whose distribution over the next token is known at every token of a completion."""
 
     @abstractmethod
-    def start(self, tokenizer: PreTrainedTokenizerBase, top_k: int | None, temperature: float) -> None:
-        """Load what is needed, and raise an error if the teacher cannot teach a policy with this tokenizer."""
+    def start(
+        self, tokenizer: PreTrainedTokenizerBase, top_k: int | None, temperature: float, longest: int | None = None
+    ) -> None:
+        """Load what is needed, and raise an error if the teacher cannot teach a policy with this tokenizer.
+
+        Args:
+            tokenizer: The policy's tokenizer.
+            top_k: Number of tokens that will be asked for at each position; None for all.
+            temperature: Temperature of the distribution.
+            longest: Largest number of tokens in a prompt and its completion; None if unknown.
+        """
 
     @abstractmethod
     def top_logprobs(

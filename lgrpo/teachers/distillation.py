@@ -40,10 +40,18 @@ class Distillation:
         self.teacher_template = teacher_template
         self._known: dict[tuple[int, ...], TopLogprobs] = {}
 
-    def start(self, policy: CausalPolicy, sampling_temperature: float) -> None:
-        """Load the teacher, and check that it can teach this policy."""
+    def start(self, policy: CausalPolicy, sampling_temperature: float, longest: int) -> None:
+        """Load the teacher, and check that it can teach this policy.
+
+        Args:
+            policy: The policy that is trained.
+            sampling_temperature: Temperature of sampling, the default one.
+            longest: Largest number of tokens in a prompt and its completion.
+        """
         self._known = {}
-        self.teacher.start(policy.tokenizer, self.top_k, self.temperature or sampling_temperature)
+        temperature = self.temperature or sampling_temperature
+        has_own_prompts = self.teacher_template is not None
+        self.teacher.start(policy.tokenizer, self.top_k, temperature, None if has_own_prompts else longest)
 
     def divergence(
         self,

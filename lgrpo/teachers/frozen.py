@@ -48,7 +48,9 @@ class FrozenTeacher(Teacher):
         self.trust_remote_code = trust_remote_code
         self._policy: CausalPolicy | None = None
 
-    def start(self, tokenizer: PreTrainedTokenizerBase, top_k: int | None, temperature: float) -> None:
+    def start(
+        self, tokenizer: PreTrainedTokenizerBase, top_k: int | None, temperature: float, longest: int | None = None
+    ) -> None:
         if self._policy is not None:
             return
         policy = CausalPolicy(
@@ -59,6 +61,7 @@ class FrozenTeacher(Teacher):
                 f"the teacher {self.name} has another vocabulary than the policy ({len(policy.tokenizer)} and "
                 f"{len(tokenizer)} tokens), so its probabilities are of other tokens: choose one of the same family"
             )
+        self._check_length(longest or 0, policy.context_length)
         policy.build()
         policy.requires_grad_(False).is_frozen = True
         self._policy = policy.eval()
@@ -69,11 +72,7 @@ class FrozenTeacher(Teacher):
     ) -> TopLogprobs:
         assert self._policy is not None, "start comes first"
         policy = self._policy
-        if tokens.shape[1] > policy.context_length:
-            raise ValueError(
-                f"prompt and completion have {tokens.shape[1]} tokens, but the teacher {self.name} can read only "
-                f"{policy.context_length}"
-            )
+        self._check_length(tokens.shape[1], policy.context_length)
         with torch.autocast(tokens.device.type, enabled=False):  # its own data type, whatever the trainer's precision
             hidden = predicting_states(policy.model, tokens, completion_mask, is_packed(policy.attention))
             parts = [
@@ -82,6 +81,13 @@ class FrozenTeacher(Teacher):
             ]
         token_ids, logprobs, rest = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return TopLogprobs(token_ids=token_ids, logprobs=logprobs, rest=rest)
+
+    def _check_length(self, length: int, context: int) -> None:
+        if length > context:
+            raise ValueError(
+                f"a prompt with its completion has up to {length} tokens, but the teacher {self.name} can read only "
+                f"{context}: lower data.sampling.max_tokens or data.max_prompt_tokens"
+            )
 
     def wake(self, device: torch.device) -> None:
         assert self._policy is not None, "start comes first"

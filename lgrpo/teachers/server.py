@@ -53,7 +53,9 @@ class ServerTeacher(Teacher):
         self._server: VLLMServer | None = None
         self._model, self._context = "", 0
 
-    def start(self, tokenizer: PreTrainedTokenizerBase, top_k: int | None, temperature: float) -> None:
+    def start(
+        self, tokenizer: PreTrainedTokenizerBase, top_k: int | None, temperature: float, longest: int | None = None
+    ) -> None:
         if top_k is None:
             raise ValueError("a ServerTeacher sends the most likely tokens only: set TeacherKL's top_k")
         if temperature != 1:
@@ -64,6 +66,7 @@ class ServerTeacher(Teacher):
         self._server = VLLMServer(self.url, os.environ.get(self.api_key_env))
         model = self._call("GET", "/v1/models")["data"][0]
         self._model, self._context = model["id"], int(model["max_model_len"])
+        self._check_length(longest or 0)
         self._check_vocabulary(tokenizer)
         token_ids = tokenizer(_TEXT, add_special_tokens=False).input_ids[: self._context - 1]
         self._read(token_ids, top_k)  # raises an error if its limit of log-probabilities is lower
@@ -89,9 +92,13 @@ class ServerTeacher(Teacher):
             answers = pool.map(lambda row: self._read(row, top_k) if row else [], rows)
             for mask, answer in zip(completion_mask.cpu(), answers, strict=True):
                 for column in mask.nonzero().squeeze(1).tolist():
-                    best = sorted(answer[column].items(), key=lambda item: -item[1])[:top_k]
+                    known = [item for item in answer[column].items() if item[0] < vocabulary]
+                    best = sorted(known, key=lambda item: -item[1])[:top_k]
                     if len(best) < top_k:
-                        raise EngineError(f"the teacher at {self.url} sent {len(best)} tokens instead of {top_k}")
+                        raise EngineError(
+                            f"the teacher at {self.url} sent {len(best)} tokens of the policy's vocabulary instead of "
+                            f"{top_k}: lower TeacherKL's top_k"
+                        )
                     ids.append([token for token, _ in best])
                     logprobs.append([value for _, value in best])
         found = torch.tensor(logprobs, dtype=torch.float64).view(-1, top_k)
@@ -106,15 +113,18 @@ class ServerTeacher(Teacher):
         """Return a prompt and its completion up to the last sampled token."""
         columns = mask.nonzero()
         row = tokens[: int(columns[-1]) + 1].tolist() if len(columns) else []
-        if len(row) >= self._context:
-            raise ValueError(
-                f"prompt and completion have {len(row)} tokens, but the teacher at {self.url} can read only "
-                f"{self._context - 1}"
-            )
+        self._check_length(len(row))
         return row
 
+    def _check_length(self, length: int) -> None:
+        if length >= self._context:
+            raise ValueError(
+                f"a prompt with its completion has up to {length} tokens, but the teacher at {self.url} can read only "
+                f"{self._context - 1}: raise its --max-model-len"
+            )
+
     def _read(self, token_ids: list[int], top_k: int) -> list[dict[int, float]]:
-        """Return log-probabilities by token at each place of a text; none at its first."""
+        """Return log-probabilities by token at each position of a text; none at its first."""
         body = {"model": self._model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": top_k}
         try:
             answer = self._call("POST", "/v1/completions", json=body)
@@ -125,8 +135,8 @@ class ServerTeacher(Teacher):
                     f"{top_k}, or lower TeacherKL's top_k ({error})"
                 ) from error
             raise
-        places = answer["choices"][0]["prompt_logprobs"]
-        return [{int(token): entry["logprob"] for token, entry in (place or {}).items()} for place in places]
+        found = answer["choices"][0]["prompt_logprobs"]
+        return [{int(token): entry["logprob"] for token, entry in (position or {}).items()} for position in found]
 
     def _call(self, method: str, path: str, **arguments: Any) -> Any:
         assert self._server is not None, "start comes first"

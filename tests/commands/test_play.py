@@ -126,6 +126,7 @@ def test_the_view_escapes_control_characters_and_shows_calls():
     view.sample(
         Completion(token_ids=ids, logprobs=[-0.5] * len(ids), text=text, finish_reason="length", behaviour_step=0)
     )
+    view.called(text)
     assert "a\\x1b[31m" in out.getvalue()
     assert "\x1b" not in out.getvalue()
     assert "sampled   [ab(1)]\n          (7 tokens, log-probability -3.50, cut at the limit)\ncall      ab(1)\n" in (

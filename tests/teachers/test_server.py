@@ -91,8 +91,17 @@ class TestRejected:
     def test_a_short_context(self, server):
         teacher, tokens = ServerTeacher(server.url), torch.full((1, 16), 5)
         teacher.start(tiny_policy().tokenizer, 6, 1.0)
-        with pytest.raises(ValueError, match=r"16 tokens, but the teacher at .* can read only 15"):
+        with pytest.raises(ValueError, match=r"up to 16 tokens, but the teacher at .* can read only 15"):
             teacher.top_logprobs(tokens, tokens == 5, 6, 1.0, 13)
+
+    def test_tokens_that_the_policy_does_not_have(self, server):
+        """A model may have more rows than its tokenizer has tokens."""
+        teacher, tokens = ServerTeacher(server.url), torch.full((1, 8), 5)
+        teacher.start(tiny_policy().tokenizer, 6, 1.0)
+        mask = torch.arange(8)[None] > 0
+        found = teacher.top_logprobs(tokens, mask, 1, 1.0, 13)
+        with pytest.raises(EngineError, match=r"sent \d tokens of the policy's vocabulary instead of 6"):
+            teacher.top_logprobs(tokens, mask, 6, 1.0, max(6, int(found.token_ids.max())))
 
     def test_settings(self, server):
         with pytest.raises(ValueError, match="set TeacherKL's top_k"):

@@ -214,7 +214,7 @@ class TestRejected:
 
     def test_a_short_context(self, tmp_path):
         name = save(tiny_policy(config=MODEL | {"max_position_embeddings": 5}), tmp_path / "short")
-        with pytest.raises(ValueError, match=r"the teacher .*short can read only 5"):
+        with pytest.raises(ValueError, match=r"has up to 9 tokens, but the teacher .*short can read only 5"):
             fit(rollouts=1, loss=distil(name))
 
     def test_no_such_model(self):
