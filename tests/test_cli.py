@@ -47,6 +47,7 @@ def with_base(name: str) -> list[str]:
         files[0] = "guess_number.yaml"
     own = {
         "your_own.yaml": ["--model.policy.name=nobody/model", "--data.task.train=my.jsonl"],
+        "judge.yaml": ["--data.task.reward.url=http://localhost:8000"],
         "distil.yaml": ["--model.loss.regularisers.teacher.name=nobody/teacher"],
     }
     return [*(f"--config={CONFIGS / file}" for file in files), *own.get(name, [])]

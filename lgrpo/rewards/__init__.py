@@ -18,6 +18,8 @@ from lgrpo.rewards.combined import WeightedSum
 from lgrpo.rewards.countdown import CountdownEquation
 from lgrpo.rewards.environment import EnvironmentReward
 from lgrpo.rewards.function import FunctionReward, as_reward
+from lgrpo.rewards.judge import JudgeError, JudgeReward, read_verdicts, verdict_statistics
+from lgrpo.rewards.judge_templates import JudgeTemplate, Pairwise, Question, Rubric
 from lgrpo.rewards.length import CompletionLength, OverlongPenalty, Shortest
 from lgrpo.rewards.match import ExactMatch, NumericMatch
 from lgrpo.rewards.math import MathVerify
@@ -38,13 +40,19 @@ __all__ = [
     "Failure",
     "FunctionReward",
     "Isolated",
+    "JudgeError",
+    "JudgeReward",
+    "JudgeTemplate",
     "MathVerify",
     "NotYet",
     "NumericMatch",
     "OverlongPenalty",
+    "Pairwise",
+    "Question",
     "ReasoningGymScore",
     "RegexMatch",
     "Reward",
+    "Rubric",
     "Score",
     "Scoring",
     "Shortest",
@@ -54,4 +62,6 @@ __all__ = [
     "WrappedReward",
     "as_reward",
     "checked_rewards",
+    "read_verdicts",
+    "verdict_statistics",
 ]
