@@ -74,7 +74,7 @@ class TeacherDivergence:
         >>> policy, teacher = torch.zeros(1, 4), torch.log(torch.tensor([[0.7, 0.1, 0.1, 0.1]]))
         >>> kl = TeacherDivergence(teacher=TopLogprobs.of(teacher, 1, 1.0), direction="forward", temperature=1.0)
         >>> kl.of(policy, *kl.teacher.tensors())  # 0.7 log(0.7 / 0.25) + 0.3 log(0.3 / 0.75)
-        tensor([0.4459])
+        tensor([0.4458])
         """
         own = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         chosen, given = own.gather(-1, token_ids), logprobs

@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lgrpo.callbacks import SupervisedWarmStart
+from lgrpo.callbacks.demonstrations import Demonstrations
 
 CHECK_EVERY = 3
 """Supervised steps between two checks of the validation problems."""
@@ -29,10 +30,12 @@ class SupervisedStart(SupervisedWarmStart):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         policy: Any = pl_module.policy
         optimizer = torch.optim.AdamW(policy.parameters(), lr=self.learning_rate)
-        problems = validation_solutions(trainer.datamodule)
+        data: Any = trainer.datamodule
+        problems = validation_solutions(data)
+        demonstrations = Demonstrations(data.tokenizer, data.task.environment)
         pl_module.train()
         for step in range(self.num_steps):
-            tokens, mask = self._batch(trainer, step)
+            tokens, mask = self._batch(trainer, step, demonstrations)
             logprobs, _ = policy(tokens, mask, temperature=1.0)
             (-logprobs.sum() / mask.sum()).backward()
             optimizer.step()

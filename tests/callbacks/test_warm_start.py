@@ -74,7 +74,7 @@ def test_a_task_has_templates_of_the_turns():
     for row in task.rows("train"):
         assert row["solution"] == [f'[calculate("{row["question"]}")]', row["answer"]]
     task = EnvironmentTask(calculator(), source=source, solution=["{nothing}"])
-    with pytest.raises(ValueError, match=r"solution reads the field 'nothing', but the rows have answer, question"):
+    with pytest.raises(ValueError, match=r"solution cannot be filled in \(KeyError: 'nothing'\)"):
         task.rows("train")
 
 

@@ -72,8 +72,7 @@ class Calculator:
         if len(expression) > self._max_chars:
             raise ValueError(f"the expression is longer than {self._max_chars} characters")
         try:
-            tree = ast.parse(expression.strip().rstrip("=").translate(_SIGNS).strip(), mode="eval")
-            value = evaluate(tree.body)
+            value = evaluate(_parsed(expression.strip().rstrip("=").translate(_SIGNS).strip()))
         except (SyntaxError, RecursionError, MemoryError):
             raise ValueError(f"{expression!r} is not an arithmetic expression") from None
         except ZeroDivisionError:
@@ -81,6 +80,13 @@ class Calculator:
         except OverflowError:
             raise ValueError("a number is too large") from None
         return format_number(value)
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except ValueError as error:  # a null byte, before Python 3.11.4
+        raise SyntaxError(str(error)) from error
 
 
 def evaluate(node: ast.expr) -> Number:
