@@ -21,7 +21,7 @@ from lgrpo.rewards.judge_templates import JudgeTemplate, Messages, Rubric
 from lgrpo.types import Completion, Prompt
 
 Verdict: TypeAlias = dict[str, Any]
-"""What the judge was asked about a completion, and its answers: ``model``, ``questions`` (conversations), ``answers``
+"""Questions to the judge about a completion, and its answers: ``model``, ``questions`` (conversations), ``answers``
 (those of each vote), ``scores`` (of each vote, None if its answers cannot be read), ``seconds``."""
 
 _BUSY = (408, 425, 429)

@@ -17,7 +17,7 @@ _BLOCK = "<{name}>\n{text}\n</{name}>"
 
 
 class JudgeTemplate(ABC):
-    """What a judge is asked about a completion, and which score its answers mean."""
+    """Questions to a judge about a completion, and the score that its answers mean."""
 
     @abstractmethod
     def questions(self, prompt: Prompt, completion: Completion) -> list[Messages]:
