@@ -234,7 +234,7 @@ def test_a_real_server(tmp_path):
     pytest.importorskip("vllm")
     policy = tiny_policy()
     policy.build()
-    policy.tokenizer.chat_template = "{{ messages[-1]['content'][-8:] }}"
+    policy.tokenizer.chat_template = "{% for message in messages %}12>{% endfor %}"  # it has no letters
     policy.model.save_pretrained(tmp_path / "model")
     policy.tokenizer.save_pretrained(tmp_path / "model")
     flags = {"max_model_len": 32, "max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}
