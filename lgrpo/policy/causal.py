@@ -25,7 +25,7 @@ from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.compilation import ActivationBudgetBackend, whole_layers
 from lgrpo.policy.forward import can_pack, check_logits, is_packed, logits, predicting_states
-from lgrpo.policy.loading import character_tokenizer, check_folder, check_hub, load_model, load_tokenizer
+from lgrpo.policy.loading import check_folder, check_hub, find_tokenizer, load_model
 from lgrpo.run.chat_templates import read_chat_template
 from lgrpo.run.resume import (
     ResumeSettings,
@@ -128,19 +128,12 @@ class CausalPolicy(nn.Module):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, which has a pad token."""
-        tokenizer = self._load_tokenizer()
+        tokenizer = find_tokenizer(
+            self.name, self.tokenizer_name, self.characters, self.pad_token, self.trust_remote_code
+        )
         if self.chat_template is not None:
             tokenizer.chat_template = read_chat_template(self.chat_template)
         return tokenizer
-
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.characters is not None:
-            return character_tokenizer(self.characters)
-        if self.tokenizer_name is not None:
-            check_hub("policy.tokenizer", self.tokenizer_name, "tokenizer_config.json")
-        elif self.name is not None:
-            check_hub("policy.name", self.name)
-        return load_tokenizer(cast(str, self.tokenizer_name or self.name), self.pad_token, self.trust_remote_code)
 
     @cached_property
     def config(self) -> PretrainedConfig:

@@ -78,6 +78,21 @@ def check_hub(setting: str, name: str, file: str = "config.json") -> None:
         ) from error
 
 
+def find_tokenizer(
+    name: str | None, tokenizer: str | None, characters: str | None, pad_token: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a policy with these settings."""
+    if characters is not None:
+        return character_tokenizer(characters)
+    if tokenizer is not None:
+        check_hub("policy.tokenizer", tokenizer, "tokenizer_config.json")
+    elif name is not None:
+        check_hub("policy.name", name)
+    source = tokenizer or name
+    assert source is not None, "the constructor of a policy checks it"
+    return load_tokenizer(source, pad_token, trust_remote_code)
+
+
 def load_tokenizer(source: str, pad_token: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Return a tokenizer that has a pad token; raise a ``ValueError`` that says how to choose one if it has none."""
     if (folder := Path(source)).is_dir() and not any(f.name.startswith(_TOKENIZER_FILES) for f in folder.iterdir()):
