@@ -144,7 +144,7 @@ def model(policy: Any) -> Iterator[Finding]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lgrpo.policy.attention import PACKED
-    from lgrpo.policy.forward import can_pack
+    from lgrpo.policy.forward import choose_attention
     from lgrpo.policy.loading import check_folder, check_hub
 
     try:
@@ -160,7 +160,8 @@ def model(policy: Any) -> Iterator[Finding]:
         config.num_hidden_layers, config.vocab_size = min(2, config.num_hidden_layers), 128
         config.pad_token_id = config.bos_token_id = config.eos_token_id = None  # may be beyond the vocabulary
         trusted = {"trust_remote_code": policy.trust_remote_code}
-        packs = can_pack(AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, **trusted))
+        random = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, **trusted)
+        packs = choose_attention(random) == "packed"
     except Exception as error:  # any family may fail in a way of its own
         yield Finding("packing", "note", f"could not be tried: {type(error).__name__}")
         return

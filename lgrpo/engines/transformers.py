@@ -83,7 +83,7 @@ class TransformersEngine(RolloutEngine):
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),  # from_config would change the policy's attention too
                 dtype=example.dtype,
-                attn_implementation="sdpa",
+                attn_implementation="eager" if config._attn_implementation == "eager" else "sdpa",
                 trust_remote_code=self.trust_remote_code,
             ).eval()
         return model.requires_grad_(False)
@@ -210,7 +210,7 @@ def _decode(
     logits = output.logits[:, -1]
     if not has_begun:
         logits, mask = logits.repeat_interleave(num_samples, 0), mask.repeat_interleave(num_samples, 0)
-        cache.batch_repeat_interleave(num_samples)
+        cache.reorder_cache(torch.arange(len(passed), device=device).repeat_interleave(num_samples))
     lengths = mask.sum(1)
     all_tokens = torch.zeros(len(rows), sampling.max_tokens, dtype=torch.int64, device=device)
     all_logprobs = torch.zeros_like(all_tokens, dtype=torch.float32)
@@ -252,7 +252,7 @@ def _decode(
         if len(remaining) <= len(alive) // 2:  # decode only the rows that are left
             alive, drawn, mask, lengths = alive[remaining], drawn[remaining], mask[remaining], lengths[remaining]
             is_open, uniform = is_open[remaining], uniform[remaining]
-            cache.batch_select_indices(remaining)
+            cache.reorder_cache(remaining)
         if padded:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         logits = model(

@@ -11,6 +11,8 @@ from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 _HAS_WINDOW_SIZE = "window_size" in inspect.signature(varlen.varlen_attn).parameters  # older versions have is_causal
+_LARGEST_HEAD = 256
+"""Largest head of torch's kernel for variable lengths; Gemma 4 has larger ones."""
 
 
 def packed_attention(
@@ -31,7 +33,7 @@ def packed_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= _LARGEST_HEAD:
         return _varlen(query, key, value, bounds, longest, scale, window)
     return _padded(query, key, value, bounds, longest, scale, window)
 

@@ -15,6 +15,10 @@ PACKED = "lgrpo_packed"
 """Name of this attention implementation in transformers."""
 
 
+class UnsupportedAttentionError(ValueError):
+    """An attention layer computes something that only the eager implementation of transformers supports."""
+
+
 def _packed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -25,7 +29,7 @@ def _packed(
     if "cu_seq_lens_q" not in options:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
-        raise ValueError(f"attention with {unknown} cannot be packed")
+        raise UnsupportedAttentionError(f"attention with {unknown} cannot be packed")
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]

@@ -24,7 +24,7 @@ from lgrpo.policy import adapters, fsdp1
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.compilation import ActivationBudgetBackend, whole_layers
-from lgrpo.policy.forward import can_pack, check_logits, is_packed, logits, predicting_states
+from lgrpo.policy.forward import check_logits, choose_attention, is_packed, logits, predicting_states
 from lgrpo.policy.loading import check_folder, check_hub, find_tokenizer, load_model
 from lgrpo.run.chat_templates import read_chat_template
 from lgrpo.run.resume import (
@@ -169,8 +169,8 @@ class CausalPolicy(nn.Module):
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         check_logits(self.model)
-        if self.attention == "packed" and not can_pack(self.model):
-            self.attention = "sdpa"
+        if self.attention == "packed" and (attention := choose_attention(self.model)) != "packed":
+            self.attention = attention
             warnings.warn(f"{type(self.model).__name__} cannot be packed, so rows are padded", stacklevel=2)
         if self.lora is not None:
             adapters.add_adapter(self.model, self.lora, self.model.get_output_embeddings())

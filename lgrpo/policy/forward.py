@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lgrpo.policy.attention import PACKED
+from lgrpo.policy.attention import PACKED, UnsupportedAttentionError
 
 
 def is_packed(attention: str) -> bool:
@@ -18,13 +20,15 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, is_read: Tensor, packe
     """Return the last hidden states [N, H] of the tokens to read, row after row.
 
     ``is_read`` [B, T] is a prefix of each row of ``tokens`` [B, T]; the rest of the row is padding. With ``packed`` the
-    rows are concatenated instead of padded.
+    rows are concatenated instead of padded. Attention and linear attention then read the bounds of rows, convolutions
+    the index of each token's row (``seq_idx``).
     """
     if not packed:
         return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[is_read]
     lengths = is_read.sum(1)
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)[is_read]
+    row, column = (torch.arange(size, device=tokens.device) for size in tokens.shape)
+    positions = column.expand_as(tokens)[is_read]
     longest = int(lengths.max())
     output = model.base_model(
         input_ids=tokens[is_read][None],
@@ -34,6 +38,7 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, is_read: Tensor, packe
         cu_seq_lens_k=bounds,
         max_length_q=longest,
         max_length_k=longest,
+        seq_idx=row[:, None].expand_as(tokens)[is_read][None].to(torch.int32),
     )
     return output.last_hidden_state[0]
 
@@ -81,30 +86,35 @@ def check_logits(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def can_pack(model: PreTrainedModel) -> bool:
-    """Return whether packed rows of this model do not see each other. If they do, switch it to padded attention.
+def choose_attention(model: PreTrainedModel) -> Literal["packed", "sdpa", "eager"]:
+    """Return "packed" if packed rows of this model do not see each other, or else the attention for padded rows.
 
     Packed and padded rows must agree, and a row must not change with the row before it. The second test is the
     stricter one: with the small weights of a new model, even a convolution across rows changes hidden states little.
+    The model, whose attention is packed, is switched to the result.
     """
     tokens = torch.tensor([[0, 1, 2, 1], [2, 1, 0, 0]], device=model.device)
     is_read = torch.tensor([[True, True, True, True], [True, True, False, False]], device=model.device)
     other = torch.tensor([[2, 0, 1, 2], [2, 1, 0, 0]], device=model.device)
     was_training = model.training
     model.eval()
+    padding: Literal["sdpa", "eager"] = "sdpa"
+    found = []
     try:
         found = [hidden_states(model, rows, is_read, packed=True) for rows in (tokens, other)]
+    except UnsupportedAttentionError:
+        padding = "eager"  # SDPA would leave out what packed attention refuses
     except (TypeError, ValueError, RuntimeError):
-        found = []
-    model.set_attn_implementation("sdpa")
+        pass
+    model.set_attn_implementation(padding)
     padded = hidden_states(model, tokens, is_read, packed=False)
     model.train(was_training)
     if not found:
-        return False
+        return padding
     packed, after_other = found
     tolerance = 1e-4 if packed.dtype == torch.float32 else 1e-2  # experts with other tokens round differently
     is_separate = torch.allclose(packed[4:].float(), after_other[4:].float(), rtol=tolerance, atol=tolerance)
     if not is_separate or not torch.allclose(packed.float(), padded.float(), rtol=1e-2, atol=1e-2):
-        return False
+        return padding
     model.set_attn_implementation(PACKED)
-    return True
+    return "packed"
