@@ -204,7 +204,7 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     only_sometimes |= {n for n in explained if n.startswith(("monitor/", "calibration/", "sync/"))}  # tested elsewhere
     writes = ("checkpoint_writes", "file_writes", "logger_writes")
     only_sometimes |= {f"fault/{kind}" for kind in ("nonfinite_steps", *writes)}  # after a failure
-    only_sometimes |= {f"time/{kind}" for kind in ("monitor", "calibration", "divergence")}
+    only_sometimes |= {f"time/{kind}" for kind in ("monitor", "calibration", "divergence", "environment")}
     only_sometimes |= {"memory/gpu"}
     assert explained == logged | {"val/pass@1"} | only_sometimes
 

@@ -86,6 +86,7 @@ class RolloutSampler:
         self._seconds: dict[str, float] = {}
         self._busy = 0.0
         self._busy_since: float | None = None  # start of the engine's current call
+        self._waited_before = self._waited_elsewhere = self.engine.environment_seconds
         self._faults = self._engine_faults()
         self._partial = None if self.partial is None else PartialSampler(self, self.partial)
 
@@ -143,11 +144,17 @@ class RolloutSampler:
     def _timed(self) -> Iterator[None]:
         """Add the time inside to the engine's busy seconds."""
         self._busy_since = start = time.perf_counter()
+        self._waited_elsewhere += self.engine.environment_seconds - self._waited_before
         try:
             yield
         finally:
             self._busy_since = None
             self._busy += time.perf_counter() - start
+            self._waited_before = self.engine.environment_seconds
+
+    def _waiting_seconds(self) -> float:
+        """Return the seconds for which the engine waited for environments, without those of validations."""
+        return self.engine.environment_seconds - self._waited_elsewhere
 
     def _positions(self, rollouts: range) -> list[int]:
         """Return the positions of this rank's prompts."""
@@ -237,6 +244,7 @@ class RolloutSampler:
         return {
             "fault/engine_failures": float(self.engine.faults.num_failures),
             "time/engine_recovery": self.engine.faults.recovery_seconds,
+            **({"time/environment": self._waiting_seconds()} if self.engine.has_turns else {}),
         }
 
     def new_faults(self, num_rollouts: int) -> dict[str, float]:

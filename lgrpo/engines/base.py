@@ -128,6 +128,11 @@ class RolloutEngine(ABC):
         """Whether its completions are episodes of several turns."""
         return False
 
+    @property
+    def environment_seconds(self) -> float:
+        """Total time in which it sampled nothing, because all live episodes waited for their environments."""
+        return 0.0
+
     def resume_settings(self) -> ResumeSettings:
         """Return settings that a resumed run should share with its checkpoint."""
         return {}
@@ -166,13 +171,8 @@ class RolloutEngine(ABC):
             self.drop_weights()  # so that no checkpoint written now contains unverified weights
             raise
         self.state.num_rollouts, self._suspended = num_rollouts, None
-        record = SyncRecord(
-            version=version,
-            step=step,
-            checksum=checksum,
-            num_bytes=manifest.num_bytes,
-            seconds=time.perf_counter() - start,
-        )
+        seconds, num_bytes = time.perf_counter() - start, manifest.num_bytes
+        record = SyncRecord(version=version, step=step, checksum=checksum, num_bytes=num_bytes, seconds=seconds)
         self.state.ledger.append(record)
         return record
 

@@ -74,6 +74,8 @@ class EnvironmentEngine(WrapperEngine):
         self._live = LiveEpisodes()
         self._failures = EpisodeFailures("the environment")
         self._warned: set[str] = set()
+        self._sampler: EpisodeSampler | None = None
+        self._waited = 0.0  # by earlier samplers
 
     def set_environment(self, environment: Environment) -> bool:
         if self.environment is not None and type(self.environment) is not type(environment):
@@ -89,6 +91,10 @@ class EnvironmentEngine(WrapperEngine):
     @property
     def has_turns(self) -> bool:
         return True
+
+    @property
+    def environment_seconds(self) -> float:
+        return self._waited + (0.0 if self._sampler is None else self._sampler.seconds_waited)
 
     def adopt(self, other: RolloutEngine) -> bool:
         if not super().adopt(other):
@@ -138,6 +144,7 @@ class EnvironmentEngine(WrapperEngine):
             sampler: EpisodeSampler = PartialEpisodeSampler(*arguments, live=self._live, **limits)
         else:
             sampler = EpisodeSampler(*arguments, **limits)
+        self._waited, self._sampler = self.environment_seconds, sampler
         self._report(sampler.run(None if self.limits is None else self.limits.max_live))
 
     def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,8 @@ class EpisodeSampler:
         self._answers: SimpleQueue[tuple[Episode, Future[Any]] | None] = SimpleQueue()
         self._num_waiting = 0
         """Number of episodes whose environment is busy."""
+        self.seconds_waited = 0.0
+        """Time in which nothing was sampled, because all live episodes waited for their environments."""
 
     def run(self, max_live: int | None) -> list[Episode]:
         """Sample all episodes, keep each group when its last one has ended, and return the episodes.
@@ -170,6 +173,7 @@ class EpisodeSampler:
         """Wait for answers of the environment; return the episodes whose next turn can be sampled."""
         ready = []
         timeout = None
+        start = time.perf_counter()
         while self._num_waiting:
             try:
                 answer = self._answers.get(timeout=timeout)
@@ -180,6 +184,7 @@ class EpisodeSampler:
             if self._add_answer(*answer):
                 ready.append(answer[0])
                 timeout = GRACE
+        self.seconds_waited += time.perf_counter() - start
         return ready
 
     def _add_answer(self, episode: Episode, future: Future[Any]) -> bool:

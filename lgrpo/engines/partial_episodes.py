@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -181,6 +182,7 @@ class PartialEpisodeSampler(EpisodeSampler):
         def ready() -> list[Episode]:
             return [episode for episode in self._open_episodes() if not episode.is_waiting]
 
+        start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._can_begin(max_live) or ready())
             if ready():
@@ -189,6 +191,7 @@ class PartialEpisodeSampler(EpisodeSampler):
                 )
             later = [episode for episode in ready() if episode.num_turns > 0]
             first = sorted({episode.index for episode in ready() if episode.num_turns == 0})
+        self.seconds_waited += time.perf_counter() - start
         for budget, episodes in self._by_budget(later).items():
             self._sample_part(
                 [episode.turn_prompt(self._generation.seed) for episode in episodes],

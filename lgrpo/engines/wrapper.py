@@ -35,6 +35,10 @@ class WrapperEngine(RolloutEngine):
     def has_turns(self) -> bool:
         return self.engine.has_turns
 
+    @property
+    def environment_seconds(self) -> float:
+        return self.engine.environment_seconds
+
     def resume_settings(self) -> ResumeSettings:
         return self.engine.resume_settings()
 

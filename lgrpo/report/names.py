@@ -73,6 +73,7 @@ _TIME = [
     "sampled_at",
     "clock",
     "engine_recovery",
+    "environment",
     "monitor",
     "calibration",
     "divergence",

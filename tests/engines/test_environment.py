@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import warnings
+from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -17,7 +20,7 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.cli import main
 from lgrpo.data.collate import completions_of
 from lgrpo.data.evaluation import Benchmark
-from lgrpo.engines import EngineError, EnvironmentEngine, Sampling, completion_text
+from lgrpo.engines import EngineError, EnvironmentEngine, Sampling, completion_text, episode_sampler
 from lgrpo.engines.observations import ObservationEncoder
 from lgrpo.environments import Calculator, Environment, EpisodeLimits, ToolEnvironment, Turn
 from lgrpo.losses.base import PolicyLogprobs
@@ -262,6 +265,40 @@ def test_a_slow_environment_does_not_hold_others_up():
     quick, _ = episodes(Echo())
     slow, _ = episodes(Slow())
     assert [[e.token_ids for e in group] for group in slow] == [[e.token_ids for e in group] for group in quick]
+
+
+def count_waits(monkeypatch):
+    """Let each wait for the environment take one second of a clock that nothing else reads."""
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(episode_sampler, "time", clock)
+
+
+def test_waiting_for_the_environment_is_measured(monkeypatch):
+    count_waits(monkeypatch)
+    policy = tiny_policy()
+    policy.build()
+    engine = engine_of(Echo(), max_tokens_per_turn=6)
+    engine.load_weights(policy.weights(), step=0)
+    sampling = Sampling(max_tokens=30, stop=STOP)
+    (group,) = engine.generate(PROMPTS[:1], 1, sampling, 0, policy.tokenizer)
+    assert engine.environment_seconds == len(group[0].turns)
+
+
+def test_waiting_of_a_validation_is_not_in_the_metric(monkeypatch):
+    count_waits(monkeypatch)
+    seconds = defaultdict(list)  # by the number of prompts: 4 of a rollout, 20 of a validation
+    sample = EnvironmentEngine.sample
+
+    def counting(self, generation):
+        before = self.environment_seconds
+        sample(self, generation)
+        seconds[len(generation.prompts)].append(self.environment_seconds - before)
+
+    monkeypatch.setattr(EnvironmentEngine, "sample", counting)
+    validating = {"limit_val_batches": 1.0, "val_check_interval": 1}
+    run = fit(v=2, rollouts=3, data=data_of(), trainer=validating)
+    assert [rollout.metrics["time/environment"] for rollout in run.recorder.rollouts] == seconds[4]
+    assert sum(seconds[20]) > 0
 
 
 class Listening(Echo):
