@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from lgrpo.data import RolloutDataModule
 from lgrpo.data.evaluation import Evaluation, Evaluator
@@ -119,6 +120,28 @@ class LoadWeights(L.Callback):
         tied = getattr(model, "_tied_weights_keys", None) or {}
         if unexpected or set(missing) - set(tied):
             raise ValueError(f"{self.folder} has other weights than the policy: {[*missing, *unexpected][:5]}")
+
+
+class SaveModel(L.Callback):
+    """Writes the final policy as a Hugging Face folder in bfloat16."""
+
+    def __init__(self, folder: str) -> None:
+        """
+        Args:
+            folder: Folder that is created.
+        """
+        self.folder = Path(folder)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        owner = policy_owner(trainer)
+        weights = owner.policy_weights()
+        unfinished = self.folder.with_name(f"{self.folder.name}.unfinished")
+        unfinished.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights}
+        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        weights.config.save_pretrained(unfinished)
+        owner.policy.tokenizer.save_pretrained(unfinished)
+        unfinished.rename(self.folder)
 
 
 def judged(run: Path) -> dict[str, Any]:

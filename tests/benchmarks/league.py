@@ -93,9 +93,16 @@ def planned(rows: Sequence[Row], names: Sequence[str], lags: Sequence[str]) -> I
                         yield Job(stage="test", method=name, lag=lag, lr=best, seed=seed)
 
 
-def launch(path: Path, names: Sequence[str], lags: Sequence[str], workers: int, minutes: float | None) -> None:
+def launch(
+    path: Path,
+    names: Sequence[str],
+    lags: Sequence[str],
+    workers: int,
+    minutes: float | None,
+    commit: str | None = None,
+) -> None:
     """Run the missing jobs, several at a time, and append a row for each; start none after so many minutes."""
-    rows, shared = read(path), origin()
+    rows, shared = read(path), origin() | ({} if commit is None else {"commit": commit})
     started = {job_of(row) for row in rows if "error" not in row}
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     running: set[Future[Row]] = set()
@@ -133,12 +140,15 @@ def main() -> None:
         action="store_true",
         help=f"run {', '.join(SUBSET)} at lag {LAGS[0]} only, into {SUBSET_ROWS.relative_to(ROOT)}, and compare",
     )
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file to append rows to, and to read")
+    parser.add_argument("--commit", help="commit to note in the rows, where git does not know it")
     parser.add_argument("--report", action="store_true", help="write the report without running anything")
     options = parser.parse_args()
-    path = SUBSET_ROWS if options.subset else ROWS
+    path = SUBSET_ROWS if options.subset else options.rows
     names = list(SUBSET) if options.subset else in_order(options.methods or methods())
     if not options.report:
-        launch(path, names, LAGS[:1] if options.subset else options.lags, options.workers, options.minutes)
+        lags = LAGS[:1] if options.subset else options.lags
+        launch(path, names, lags, options.workers, options.minutes, options.commit)
     if options.subset:
         print(league_report.comparison(read(path), read(ROWS)))
     else:

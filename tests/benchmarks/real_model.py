@@ -13,6 +13,9 @@ ends, so an interrupted command continues with the runs that have no row. A run 
 checkpoint after ``--seconds`` and ends; the next command with the same ``--folder`` continues it. With ``--workers``
 above 1 the runs share the GPU, and their seconds are not comparable.
 
+``--arms v=1 "v=1, RL teacher" "v=10, RL teacher" --teacher FOLDER`` trains v = 1, then distils its final policy into
+the model as it was before, at two sync periods.
+
 At its end a run also evaluates its policy with a higher limit of tokens, and on MATH-500 if ``--math500`` names its
 folder (``tests.benchmarks.held_out``). The model before training is a row of its own, ``INITIAL``.
 """
@@ -89,6 +92,17 @@ METHODS = {
     "VESPO": "vespo",
 }
 """Files of configs/algorithms by the name of the method."""
+TOOL = Arm(
+    {
+        "weight_sync.period": 1,
+        "model.loss.init_args.kl_coef": 0.0,
+        "data.engine.init_args.engine.init_args.max_model_len": None,
+        "data.sampling.max_tokens": None,
+        "data.evaluation.sampling.max_tokens": None,
+    },
+    ("python_tool.yaml",),
+)
+"""v=1 with a Python tool; limits of tokens are those of its config."""
 LEARNING_RATES = ("1e-6", "3e-6", "1e-5")
 HELD_OUT = {
     "data.task.init_args.num_held_out": 200,
@@ -115,6 +129,8 @@ AT_TEN = {
 TUNED = {f"v={v}{clip}": clip_arm(v, clip) for clip in CLIPS for v in (1, 10)} | AT_TEN
 """Arms whose learning rate is tuned."""
 INITIAL, TRL = "before training", "TRL"
+RL_TEACHER = "RL teacher"
+"""Ending of arms that learn from ``--teacher`` and see no rewards."""
 KL = {"model.loss.init_args.kl_coef": 0.1}
 """The KL term of paper A, to the model before training."""
 LENGTH = 200
@@ -156,14 +172,16 @@ GROUPS: dict[str, dict[str, Arm]] = {
         "v=1, i=4": Arm({"weight_sync.period": 1, "data.reuse": 4, "model.loss.init_args.kl_coef": 0.0}),
         "v=4": clip_arm(4, ""),
     },
+    "tool": {"v=1, Python tool": TOOL},
+    "distillation": {f"v={v}, {RL_TEACHER}": Arm({"weight_sync.period": v}, ("distil.yaml",)) for v in (1, 10)},
     "longer": LONGER,
     "trl": {TRL: clip_arm(1, "")},
 }
 """Arms by group: the model before training, one step with learning rate 0; sync periods and clips; methods at v = 10;
 learning rates, evaluated on held-out problems; the arms of these two groups with the learning rates that they do not
 have, evaluated on the test problems as these; v that adapts to the divergence; the mask of groups whose rewards are all
-equal, with a KL term; four steps on a rollout, and four rollouts between syncs, with as many completions as v=1; more
-steps; TRL with the settings of v=1."""
+equal, with a KL term; four steps on a rollout, and four rollouts between syncs, with as many completions as v=1; a
+Python tool; a teacher instead of rewards; more steps; TRL with the settings of v=1."""
 ARMS = {name: arm for arms in GROUPS.values() for name, arm in arms.items()}
 BASELINE, NUM_SEEDS = "v=1", 3
 STAGES = ("time/sync", "time/generate", "time/score", "time/update")
@@ -177,7 +195,7 @@ def arguments(options: argparse.Namespace, arm: str, seed: int, run: Path) -> li
     own = {
         "seed_everything": seed,
         "model.policy.name": options.model,
-        "data.task.init_args.train": options.data,
+        f"data.task.init_args.{'source.init_args.' if arm in GROUPS['tool'] else ''}train": options.data,
         "data.num_rollouts": num_rollouts(options, arm),
         "run": run,
     }
@@ -186,10 +204,18 @@ def arguments(options: argparse.Namespace, arm: str, seed: int, run: Path) -> li
         own |= KEPT
     if arm == INITIAL:
         own |= {"validate_every.rollouts": 1}
+    if arm in GROUPS["distillation"]:
+        own |= {"model.loss.regularisers.teacher.name": options.teacher}
     given = [f"--config={ROOT / 'configs' / name}" for name in (*CONFIGS, *chosen.configs)]
-    given += [f"--{name}={value}" for name, value in (SETTINGS | chosen.settings | own).items()]
+    settings = SETTINGS | chosen.settings | own
+    given += [f"--{name}={value}" for name, value in settings.items() if value is not None]
     if arm not in GROUPS["lr"]:
-        given += ["--data.evaluation.results=jsonl", f"--trainer.callbacks+={held_out(options)}"]
+        given.append("--data.evaluation.results=jsonl")
+    if arm not in GROUPS["lr"] | GROUPS["tool"]:
+        given.append(f"--trainer.callbacks+={held_out(options)}")
+    if arm == BASELINE and options.teacher is not None and not Path(options.teacher).exists():
+        save = {"class_path": "tests.benchmarks.held_out.SaveModel", "init_args": {"folder": str(options.teacher)}}
+        given.append(f"--trainer.callbacks+={json.dumps(save)}")
     if can_resume(run):
         given.append("--ckpt_path=last")
     return [*given, *(f"--{setting}" for setting in options.set)]
@@ -303,6 +329,10 @@ def measured(run: Path) -> dict[str, Any]:
         "engine_mismatch": "train/engine_mismatch_mean",
         "clip_fraction_low": "train/clip_fraction_low",
         "clip_fraction_high": "train/clip_fraction_high",
+        "turns": "rollout/turns",
+        "model_errors": "rollout/model_errors",
+        "kl_teacher": "train/kl_teacher",
+        "environment_seconds": "time/environment",
         "generate_seconds": "time/generate",
         "update_seconds": "time/update",
     }
@@ -393,6 +423,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="Hugging Face folder of the model.")
     parser.add_argument("--data", type=Path, help="Folder with the train and test files of GSM8K.")
     parser.add_argument("--math500", type=Path, help="Folder with the test file of MATH-500, to evaluate on it, too.")
+    parser.add_argument(
+        "--teacher",
+        type=Path,
+        help="Hugging Face folder of the teacher in the group distillation. If it does not exist, the next run of "
+        f"{BASELINE} writes its final policy there.",
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/real_model"), help="Folder for the runs and logs.")
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, metavar="ARM", default=["v=1", "v=10"], help="Arms to train."
@@ -420,6 +456,9 @@ def main() -> None:
             options.folder.resolve(),
         )
         options.math500 = options.math500 and str(options.math500.resolve())
+        options.teacher = options.teacher and str(options.teacher.resolve())
+        if options.teacher is None and set(options.arms) & set(GROUPS["distillation"]):
+            parser.error("--teacher is required to distil")
         launch(options)
     from tests.benchmarks import real_model_report  # imports this module
 

@@ -250,17 +250,25 @@ def gain_sentence(arm: str, rows: Rows, before: Rows) -> str:
     return f"- {arm} gains {', '.join(parts)}." if parts else ""
 
 
+def present(found: Arms, group: str) -> Arms:
+    """Return the arms of a group that have rows."""
+    return {arm: found[arm] for arm in GROUPS[group] if arm in found}
+
+
 def comparisons() -> Iterable[tuple[str, Arms, str]]:
     """Yield the title, the arms and the baseline of each comparison beside the main one that has rows."""
     found = by_arm()
     longer = {arm: rows for arm, rows in found.items() if arm in LONGER}
     first = next((arm for arm in longer if arm.startswith("v=1,") or arm.startswith("v=1 ")), "")
-    masks = {arm: found[arm] for arm in GROUPS["mask"] if arm in found}
+    masks = present(found, "mask")
     trl = {arm: found[arm] for arm in (BASELINE, TRL) if arm in found}
+    own = {group: {BASELINE: found.get(BASELINE, [])} | present(found, group) for group in ("tool", "distillation")}
     titles = {
         "Groups whose rewards are all equal, with paper A's KL term": (masks, next(iter(GROUPS["mask"]))),
         "TRL with the settings of v = 1": (trl, BASELINE),
         f"{LENGTH} steps": (longer, first),
+        "A Python tool": (own["tool"], BASELINE),
+        "A teacher instead of rewards": (own["distillation"], BASELINE),
     }
     for title, (arms, baseline) in titles.items():
         if baseline in arms and len(arms) > 1:

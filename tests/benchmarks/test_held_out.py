@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lgrpo import CausalPolicy
 from lgrpo.engines import Sampling
 from tests.benchmarks import held_out
-from tests.benchmarks.held_out import HeldOut, is_answer, judged, scores
+from tests.benchmarks.held_out import HeldOut, SaveModel, is_answer, judged, scores
 from tests.helpers import fit
 
 
@@ -97,3 +98,13 @@ def test_a_failed_evaluation_does_not_lose_the_run(tmp_path):
     found = judged(Path(run.trainer.default_root_dir))
     assert found.keys() == {"test_long", "held_out_error"}
     assert "missing.jsonl" in found["held_out_error"]
+
+
+def test_the_final_policy_is_saved(tmp_path):
+    folder = tmp_path / "made" / "teacher"
+    trained = fit(rollouts=2, callbacks=[SaveModel(str(folder))]).module.policy
+    read = CausalPolicy(str(folder), dtype="float32")
+    read.build()
+    found, expected = read.model.state_dict(), trained.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name].bfloat16().float()) for name in expected)

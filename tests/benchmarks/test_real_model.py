@@ -40,7 +40,7 @@ def options(folder, **changes):
     """Return the options of the command."""
     given = {"folder": folder / "runs", "rows": folder / "rows.jsonl", "arms": ["v=1", "v=10"], "seeds": [0, 1]}
     given |= {"model": "model", "data": "data", "rollouts": 3, "set": [], "workers": 1, "seconds": math.inf}
-    given |= {"math500": None, "deadline": math.inf}
+    given |= {"math500": None, "teacher": None, "deadline": math.inf}
     return argparse.Namespace(**given | changes)
 
 
@@ -103,8 +103,8 @@ def parsed():
     parser = settings_parser()
     parser.exit_on_error = False
 
-    def parse(arm, folder):
-        return parser.parse_args(real_model.arguments(options(folder), arm, 0, Path("run")))
+    def parse(arm, folder, **changes):
+        return parser.parse_args(real_model.arguments(options(folder, **changes), arm, 0, Path("run")))
 
     return parse
 
@@ -223,6 +223,30 @@ def test_the_groups_of_the_mask_and_of_i(parsed, tmp_path):
     assert (i4.data.reuse, i4.weight_sync.init_args.period) == (4, 1)
     assert (v4.data.reuse, v4.weight_sync.init_args.period) == (1, 4)
     assert i4.data.num_rollouts == v4.data.num_rollouts, "equal numbers of completions"
+
+
+def test_the_groups_of_the_tool_and_of_the_teacher(parsed, tmp_path):
+    (tool,) = (parsed(arm, tmp_path) for arm in real_model.GROUPS["tool"])
+    assert tool.data.task.init_args.source.init_args.train == "data"
+    engines = [tool.data.engine, inner := tool.data.engine.init_args.engine, inner.init_args.engine]
+    names = [engine.class_path.rpartition(".")[2] for engine in engines]
+    assert names == ["EnvironmentEngine", "EnginePool", "VLLMEngine"]
+    assert tool.data.sampling.max_tokens == tool.data.evaluation.sampling.max_tokens == 448
+    assert not any("held_out" in callback.class_path for callback in tool.trainer.callbacks)
+    distilled = [parsed(arm, tmp_path, teacher="after_rl") for arm in real_model.GROUPS["distillation"]]
+    assert [each.weight_sync.init_args.period for each in distilled] == [1, 10]
+    for each in distilled:
+        (regulariser,) = each.model.loss.init_args.regularisers
+        assert regulariser.init_args.teacher.init_args.name == "after_rl"
+        assert each.model.loss.init_args.scale == 0.0
+
+
+def test_the_teacher_is_written_once(tmp_path):
+    given = options(tmp_path, teacher=str(tmp_path / "teacher"))
+    assert any("SaveModel" in each for each in real_model.arguments(given, "v=1", 0, Path("run")))
+    assert not any("SaveModel" in each for each in real_model.arguments(given, "v=10", 0, Path("run")))
+    (tmp_path / "teacher").mkdir()
+    assert not any("SaveModel" in each for each in real_model.arguments(given, "v=1", 0, Path("run")))
 
 
 def test_trl_is_evaluated_as_the_other_arms(tmp_path, monkeypatch):
