@@ -12,8 +12,8 @@ import torch
 
 from lgrpo import RolloutCallback, Sampling, TransformersEngine, WeightSync
 from lgrpo.callbacks import ExactResume
+from lgrpo.data.dynamic import DynamicSampling
 from lgrpo.data.partial import PartialRollouts
-from lgrpo.data.sampler import DynamicSampling
 from lgrpo.engines import EngineError, EnginePool, VLLMEngine
 from tests.helpers import build, fit, largest_difference
 from tests.test_overlap import SaveEveryStep, SlowSteps

@@ -15,8 +15,8 @@ import torch
 from lgrpo import ClippedLoss, RolloutCallback, TransformersEngine
 from lgrpo.callbacks import ExactResume
 from lgrpo.data import schedule
+from lgrpo.data.dynamic import DynamicSampling
 from lgrpo.data.queue import RolloutQueue
-from lgrpo.data.sampler import DynamicSampling
 from lgrpo.engines import EngineError, EnginePool, Timeouts, VLLMEngine
 from lgrpo.rewards import Reward, WeightedSum
 from lgrpo.tasks import SortDigits

@@ -14,8 +14,8 @@ import torch
 
 from lgrpo import RolloutCallback, Sampling, TransformersEngine
 from lgrpo.callbacks import ExactResume
+from lgrpo.data.dynamic import DynamicSampling
 from lgrpo.data.partial import PartialRollouts, versions_of
-from lgrpo.data.sampler import DynamicSampling
 from lgrpo.engines import EngineError, EnginePool
 from lgrpo.recordings import Recording, RolloutRecorder
 from tests.helpers import build, fit, largest_difference

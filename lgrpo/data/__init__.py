@@ -1,8 +1,16 @@
 """Everything before the gradient: prompts, sampling, scoring, preparation, and the data module that connects them."""
 
 from lgrpo.data.datamodule import RolloutDataModule
-from lgrpo.data.difficulty import DifficultySampling
+from lgrpo.data.difficulty import Difficulty, DifficultySampling, Measured
+from lgrpo.data.dynamic import DynamicSampling
 from lgrpo.data.evaluation import Benchmark, Evaluation
-from lgrpo.data.sampler import DynamicSampling
 
-__all__ = ["Benchmark", "DifficultySampling", "DynamicSampling", "Evaluation", "RolloutDataModule"]
+__all__ = [
+    "Benchmark",
+    "Difficulty",
+    "DifficultySampling",
+    "DynamicSampling",
+    "Evaluation",
+    "Measured",
+    "RolloutDataModule",
+]

@@ -74,14 +74,18 @@ class RolloutBuffer:
         self.micro_batches = batch.split(self._trainer.accumulate_grad_batches)
 
     def rollout_state(self) -> dict[str, Any]:
-        """Return this rank's current rollout and late groups, for the data module's checkpoint."""
+        """Return this rank's current rollout, late groups and curriculum, for the data module's checkpoint."""
+        curriculum = self._prepare.curriculum
         return {
+            "curriculum": curriculum and curriculum.state_dict(),
             "rollout": self.rollout and self.rollout.state_dict(),
             "late": [group.state_dict() for group in self._late.waiting],
         }
 
     def restore_rollout(self, state: dict[str, Any]) -> None:
         """Restore what ``rollout_state`` returned."""
+        if self._prepare.curriculum is not None and state.get("curriculum") is not None:
+            self._prepare.curriculum.load_state_dict(state["curriculum"])
         if state["rollout"] is not None:
             late = LateGroups(waiting=[RolloutBatch.from_state_dict(group) for group in state["late"]])
             self._hold(RolloutBatch.from_state_dict(state["rollout"]), late)

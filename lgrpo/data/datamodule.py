@@ -15,13 +15,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lgrpo.advantages import Advantage, GroupWhitened
 from lgrpo.checks import check_count
 from lgrpo.data.buffer import EvaluationBuffer, RolloutBuffer
-from lgrpo.data.difficulty import DifficultySampling
+from lgrpo.data.difficulty import Difficulty, DifficultySampling
+from lgrpo.data.dynamic import DynamicSampling
 from lgrpo.data.episodes import connect_environment
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, check_names, skip_validation
 from lgrpo.data.partial import PartialRollouts, checked_partial
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
 from lgrpo.data.prompts import Prompts, check_max_tokens, load_prompts
-from lgrpo.data.sampler import DynamicSampling, RolloutSampler, check_not_truncated
+from lgrpo.data.sampler import RolloutSampler, check_not_truncated
 from lgrpo.data.schedule import RolloutSchedule, check_lags, checked_overlap
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
@@ -63,7 +64,7 @@ class RolloutDataModule(L.LightningDataModule):
         micro_batch_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
         overlong_prompts: Literal["error", "drop"] = "error",
-        difficulty: DifficultySampling | None = None,
+        difficulty: DifficultySampling | Difficulty | None = None,
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
@@ -97,7 +98,8 @@ class RolloutDataModule(L.LightningDataModule):
                 trainer.accumulate_grad_batches so that no lengths can exceed it. The gradient is the same.
             max_prompt_tokens: Upper limit of a prompt's length; by default the model's context minus a completion.
             overlong_prompts: Treatment of longer prompts.
-            difficulty: Weights for drawing training prompts by difficulty; by default all are equally likely.
+            difficulty: How often each training prompt comes: by a field of its row, or by its pass rate so far
+                (``lgrpo.data.Measured``). By default all come once in a pass.
             shuffle: Whether every pass over the prompts has its own random order.
             seed: Seed of prompts and completions; by default that of ``seed_everything``, or 0.
         """
@@ -112,6 +114,8 @@ class RolloutDataModule(L.LightningDataModule):
         check_lags(max_lag, lead, reuse, self.engine)
         check_count("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
         check_not_truncated(sampling)
+        if difficulty is not None:
+            difficulty.check(self.engine, dynamic_sampling is not None)
         self.num_prompts = num_prompts
         self.group_size = group_size
         self.reuse = reuse
@@ -202,6 +206,8 @@ class RolloutDataModule(L.LightningDataModule):
             max_lag=self.max_lag,
             mask_failures=self.scoring is not None and self.scoring.mask_failures,
             budget=budget,
+            curriculum=self.train_prompts.curriculum,
+            success_reward=self.evaluation.success_reward,
             started=sampler.started,
             busy_seconds=sampler.busy_seconds,
         )
@@ -250,22 +256,10 @@ class RolloutDataModule(L.LightningDataModule):
 
     def resume_settings(self) -> ResumeSettings:
         """Return the settings that a resumed run must share with its checkpoint, or is warned about."""
-        return {
-            "data.num_prompts": self.num_prompts,
-            "data.group_size": self.group_size,
-            "data.reuse": self.reuse,
-            "data.lead": self.lead,
-            "data.prompts": self._fingerprint,
-            "data.seed": self.seed,
-            "data.shuffle": self.shuffle,
-            "data.sampling": describe(self.sampling),
-            "data.advantage": describe(self.advantage),
-            "data.dynamic_sampling": describe(self.dynamic_sampling),
-            "data.partial": describe(self.partial),
-            "data.generate_ahead": self.generate_ahead,
-            "data.behaviour_logprobs": self.behaviour_logprobs,
-            **self.engine.resume_settings(),
-        }
+        names = ["num_prompts", "group_size", "reuse", "lead", "seed", "shuffle", "difficulty", "sampling", "advantage"]
+        names += ["dynamic_sampling", "partial", "generate_ahead", "behaviour_logprobs"]
+        settings = {f"data.{name}": describe(getattr(self, name)) for name in names}
+        return settings | {"data.prompts": self._fingerprint} | self.engine.resume_settings()
 
     # Rollouts
 
@@ -329,6 +323,7 @@ class RolloutDataModule(L.LightningDataModule):
             overlong=self.overlong_prompts,
             shuffle_seed=self.seed if is_training and self.shuffle else None,
             difficulty=self.difficulty if is_training else None,
+            num_prompts=self.num_prompts,
             tools=self.engine.tool_schemas(),
         )
 

@@ -11,7 +11,6 @@ import torch
 
 from lgrpo.checks import check_count
 from lgrpo.data.collate import Group
-from lgrpo.data.prompts import prompts_at
 from lgrpo.data.scorer import GroupScores
 from lgrpo.engines import EngineError, RolloutEngine
 from lgrpo.engines.completions import Generation
@@ -119,7 +118,7 @@ class PartialSampler:
         num_new = max(0, self._num_in_progress - len(groups))
         new = range(before.num_begun, before.num_begun + num_new)
         numbers = [*sorted(groups), *new]
-        prompts = prompts_at(sampler.prompts, [self._position(number) for number in numbers])
+        prompts = sampler.prompts.draw([self._position(number) for number in numbers])
         choice = _Choice(sampler.share, numbers, GroupScores(sampler.scorer, prompts))
         for number, group in sorted(groups.items()):
             if is_whole(group):

@@ -4,11 +4,12 @@
 
 1. ``RolloutSchedule.get`` waits until the rollout is sampled and scored.
 2. ``LateGroups.join`` adds earlier groups whose scores have arrived and takes out groups that lack scores.
-3. Completions that are too old (``data.max_lag``), or could not be scored, are taken out of the loss.
-4. ``set_advantages`` computes advantages from the rewards of all ranks.
-5. ``call_rollout_end`` lets callbacks shrink the loss mask further.
-6. ``set_totals`` sums the denominators of the loss and the rollout's metrics over all ranks: the masks are final.
-7. ``recompute_logprobs`` replaces the engine's log-probabilities by the policy's, if ``data.behaviour_logprobs`` asks.
+3. ``Curriculum.record`` adds the pass rates of its groups to those of their prompts, if ``data.difficulty`` asks.
+4. Completions that are too old (``data.max_lag``), or could not be scored, are taken out of the loss.
+5. ``set_advantages`` computes advantages from the rewards of all ranks.
+6. ``call_rollout_end`` lets callbacks shrink the loss mask further.
+7. ``set_totals`` sums the denominators of the loss and the rollout's metrics over all ranks: the masks are final.
+8. ``recompute_logprobs`` replaces the engine's log-probabilities by the policy's, if ``data.behaviour_logprobs`` asks.
 
 Before each further pass over the rollout, ``next_pass`` takes out completions that have become too old since.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 import lightning as L
@@ -30,12 +32,14 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lgrpo.advantages import Advantage
 from lgrpo.data.advantages import set_advantages
+from lgrpo.data.curriculum import Curriculum
 from lgrpo.data.late import LateGroups, Rescore, TokenBudget, padded_to
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.engines import RolloutEngine
 from lgrpo.functional import has_reward_variance
 from lgrpo.hooks import call_rollout_end, policy_owner
 from lgrpo.losses import PolicyLoss
+from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.types import RolloutBatch, StepTotals
 
 
@@ -52,6 +56,9 @@ class RolloutPreparation:
     max_lag: int | None
     mask_failures: bool
     budget: TokenBudget | None = None
+    curriculum: Curriculum | None = None
+    success_reward: float = 1.0
+    """Lowest reward of a completion that passes, for the curriculum."""
     started: float = field(default_factory=time.perf_counter)
     """Beginning of the fit, from which the clock of ``time/clock`` counts."""
     busy_seconds: Callable[[], float] = lambda: 0.0
@@ -77,6 +84,10 @@ class RolloutPreparation:
                 f"a reward returned NOT_YET, and {type(self.advantage).__name__} needs each reward of a sum with the "
                 "rollout: use another advantage, or rewards that are known at once"
             )
+        if self.curriculum is not None:
+            measured = self.curriculum.measure(batch, self.success_reward)
+            self.curriculum.record(rollout, chain.from_iterable(gather_ranks(trainer, measured)))
+            batch.metrics |= self.curriculum.metrics()
         self._mask_old(batch)
         if self.mask_failures:
             batch.loss_mask &= ~batch.failed[:, None]

@@ -11,11 +11,12 @@ from functools import cached_property
 from itertools import count
 from typing import Any, Literal, final
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.data.difficulty import DifficultySampling
+from lgrpo.data.curriculum import Curriculum
+from lgrpo.data.difficulty import Difficulty
+from lgrpo.data.order import Order, Shuffled
 from lgrpo.run.resume import fingerprint
 from lgrpo.tasks import LocatedRow, RowStream, Split, Task
 from lgrpo.tasks.rows import has_long_integer
@@ -116,6 +117,15 @@ class Prompts(ABC):
     def at(self, position: int) -> Prompt:
         """Return the prompt at a position of the run."""
 
+    def draw(self, positions: Sequence[int]) -> list[Prompt]:
+        """Return the prompts at positions that are about to be sampled; with a curriculum, they are fixed by this."""
+        return prompts_at(self, positions)
+
+    @property
+    def curriculum(self) -> Curriculum | None:
+        """Pass rates that decide which prompts come next; None: nothing that is measured does."""
+        return None
+
     @property
     @abstractmethod
     def longest(self) -> int:
@@ -133,52 +143,56 @@ class PromptSet(Prompts):
     is_streamed = False
 
     def __init__(
-        self, render: RowRenderer, shuffle_seed: int | None = None, difficulty: DifficultySampling | None = None
+        self,
+        render: RowRenderer,
+        shuffle_seed: int | None = None,
+        difficulty: Difficulty | None = None,
+        num_prompts: int = 1,
     ) -> None:
         """
         Args:
             render: Function that turns rows into prompts.
             shuffle_seed: Seed of the order of every pass over the rows; None keeps their order.
-            difficulty: Weights for drawing rows with replacement, instead of each once in a pass.
+            difficulty: How often each row is drawn, instead of once in a pass.
+            num_prompts: P, prompts in a rollout.
         """
         task, split = render.task, render.split
         if difficulty is not None and shuffle_seed is None:
             raise ValueError("data.difficulty draws rows at random: it needs data.shuffle")
-        self.shuffle_seed = shuffle_seed
         self.num_dropped = 0
         self._items: list[Prompt] = []
-        weights: list[float] = []
+        rows, kept = task.rows(split), []
+        weights = [1.0] * len(rows) if difficulty is None else difficulty.row_weights(rows)
         locations = task.locations(split)
-        for index, row in enumerate(task.rows(split)):
+        for index, (row, weight) in enumerate(zip(rows, weights, strict=True)):
             known = locations is not None and not locations[index].startswith("row ")  # more than the index
             label = f"{index} ({locations[index]})" if locations is not None and known else str(index)
             item = render(label, row)
-            weight = 1.0 if difficulty is None else row_weight(difficulty, split, index, row)
             if item is None:
                 self.num_dropped += 1
             elif weight > 0:
                 self._items.append(item)
-                weights.append(weight)
+                kept.append(weight)
         if not self._items:
-            if difficulty is not None and self.num_dropped < len(task.rows(split)):
-                values = sorted({str(row[difficulty.field]) for row in task.rows(split)})[:20]
-                raise ValueError(
-                    f"no row of the {split} set has a weight in data.difficulty: {difficulty.field} is one of "
-                    f"{values}, the weights are for {sorted(difficulty.weights)}"
-                )
             raise ValueError(f"no prompt of the {split} set fits into {render.max_tokens} tokens")
-        self._bounds = None if difficulty is None else torch.tensor(weights, dtype=torch.float64).cumsum(0)
-        self._order: tuple[int, list[int]] = (-1, [])
+        if difficulty is None or shuffle_seed is None:
+            self._order: Order = Shuffled(len(kept), shuffle_seed)
+        else:
+            self._order = difficulty.order(kept, shuffle_seed, num_prompts)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def at(self, position: int) -> Prompt:
-        """Return the prompt at a position of the run: pass after pass over the rows, each in another order."""
-        epoch, offset = divmod(position, len(self))
-        if self._order[0] != epoch:
-            self._order = (epoch, self._permutation(epoch) if self._bounds is None else self._draw(epoch, self._bounds))
-        return replace(self._items[self._order[1][offset]], position=position)
+        return replace(self._items[self._order.row_at(position)], position=position)
+
+    def draw(self, positions: Sequence[int]) -> list[Prompt]:
+        self._order.draw(positions)
+        return super().draw(positions)
+
+    @property
+    def curriculum(self) -> Curriculum | None:
+        return self._order if isinstance(self._order, Curriculum) else None
 
     @property
     def longest(self) -> int:
@@ -186,19 +200,6 @@ class PromptSet(Prompts):
 
     def fingerprint(self) -> str:
         return f"{len(self)} prompts, {fingerprint(item.text for item in self._items)}"
-
-    def _permutation(self, epoch: int) -> list[int]:
-        if self.shuffle_seed is None:
-            return list(range(len(self)))
-        return torch.randperm(len(self), generator=self._generator(epoch)).tolist()
-
-    def _draw(self, epoch: int, bounds: torch.Tensor) -> list[int]:
-        """Return as many row indices as there are rows, drawn by weight with replacement."""
-        points = torch.rand(len(self), generator=self._generator(epoch), dtype=torch.float64) * bounds[-1]
-        return torch.searchsorted(bounds, points, right=True).clamp_(max=len(self) - 1).tolist()
-
-    def _generator(self, epoch: int) -> torch.Generator:
-        return torch.Generator().manual_seed(hash((self.shuffle_seed, epoch)) % 2**63)
 
 
 @final
@@ -294,7 +295,8 @@ def load_prompts(
     max_tokens: int,
     overlong: Literal["error", "drop"] = "error",
     shuffle_seed: int | None = None,
-    difficulty: DifficultySampling | None = None,
+    difficulty: Difficulty | None = None,
+    num_prompts: int = 1,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Prompts:
     """Return a task's prompts: a set, or a stream if the training rows are too many to keep in memory."""
@@ -303,21 +305,13 @@ def load_prompts(
     )
     stream = task.train_stream() if split == "train" else None
     if stream is None:
-        prompts = PromptSet(render, shuffle_seed, difficulty)
+        prompts = PromptSet(render, shuffle_seed, difficulty, num_prompts)
         if prompts.num_dropped:
             rank_zero_info(f"{prompts.num_dropped} overlong prompts dropped, {len(prompts)} kept.")
         return prompts
     if difficulty is not None:
         raise ValueError("data.difficulty draws from all rows, which a stream does not keep: remove one of the two")
     return StreamedPrompts(render, stream, shuffle_seed)
-
-
-def row_weight(difficulty: DifficultySampling, split: Split, index: int, row: Mapping[str, Any]) -> float:
-    """Return the weight of a row; name the row in an error."""
-    try:
-        return difficulty.weight(row)
-    except ValueError as error:
-        raise ValueError(f"row {index} of the {split} set: {error}") from error
 
 
 def check_max_tokens(max_tokens: int, context: int) -> None:

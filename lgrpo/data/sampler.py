@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.checks import check_count, check_range
-from lgrpo.data.collate import Group, as_rewards, collate_rollout, completions_of
+from lgrpo.data.collate import Group, collate_rollout, completions_of
+from lgrpo.data.dynamic import DynamicSampling, may_vary
 from lgrpo.data.episodes import episode_metrics
 from lgrpo.data.partial import PartialRollouts, PartialSampler
 from lgrpo.data.prompts import Prompts, prompts_at
@@ -21,7 +21,6 @@ from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.engines.completions import Generation, OnGroup
 from lgrpo.engines.in_flight import SyncPause
-from lgrpo.functional import has_reward_variance
 from lgrpo.rewards import Score
 from lgrpo.types import Completion, Prompt, RolloutBatch
 
@@ -30,22 +29,6 @@ Deliver: TypeAlias = Callable[[RolloutBatch], None]
 _ROUND_OFFSET = 2**40 + 15  # odd, so that without shuffling another row is drawn
 """Distance between the positions of a prompt and of its replacement: far beyond the run's positions, so that
 replacements do not use up prompts of a pass."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class DynamicSampling:
-    """Resampling of groups whose rewards are all equal, with other prompts (DAPO)."""
-
-    max_rounds: int = 4
-    """Upper limit of resampling rounds. Groups without variance after the last round are kept: a rollout is always
-    complete."""
-    tolerance: float = 1e-6
-    """Largest difference of rewards that count as equal."""
-
-    def __post_init__(self) -> None:
-        reason = "to turn resampling off, leave dynamic_sampling out"
-        check_count("dynamic_sampling.max_rounds", self.max_rounds, at_least=1, reason=reason)
-        check_range("dynamic_sampling.tolerance", self.tolerance, at_least=0)
 
 
 @dataclass(kw_only=True)
@@ -120,9 +103,17 @@ class RolloutSampler:
             for rollout in rollouts:
                 self._sample_together(range(rollout, rollout + 1), deliver)
         else:
-            prompts = prompts_at(self.prompts, self._positions(rollouts))
+            prompts = self.prompts.draw(self._positions(rollouts))
             with _Stream(self, rollouts, prompts, deliver) as stream:
                 self._generate(prompts, stream.on_group)
+
+    def on_sync(self) -> None:
+        if self.prompts.curriculum is not None:
+            self.prompts.curriculum.freeze()
+
+    def on_request(self, rollouts: range) -> None:
+        if self.pause is not None and self.pause.is_allowed:  # otherwise they are sampled before the next sync
+            self.prompts.draw(self._positions(rollouts))
 
     def busy_seconds(self) -> float:
         """Return the seconds for which the engine has been sampling so far."""
@@ -217,7 +208,7 @@ class RolloutSampler:
         return scores
 
     def _sample_groups(self, positions: Sequence[int]) -> list[Group]:
-        prompts = prompts_at(self.prompts, positions)
+        prompts = self.prompts.draw(positions)
         with self._stage("generate"):
             scores_of = GroupScores(self.scorer, prompts)
             answers = self._generate(prompts, scores_of)
@@ -340,9 +331,3 @@ class _Stream:
         }
         self._last = sampled_at
         self._deliver(batch)
-
-
-def may_vary(group: Group, tolerance: float) -> bool:
-    """Return whether the rewards of a group differ, or may differ when the missing ones are known."""
-    rewards = as_rewards(group.scores)
-    return bool(rewards.isnan().any()) or bool(has_reward_variance(rewards, len(rewards), tolerance)[0])

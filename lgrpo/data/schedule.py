@@ -27,6 +27,12 @@ class Sampler(Protocol):
     def __call__(self, rollouts: range, deliver: Callable[[RolloutBatch], None]) -> None:
         """Sample and score a range of rollouts, and pass them on in order."""
 
+    def on_sync(self) -> None:
+        """Run after each sync, before the first rollout of its cycle is requested."""
+
+    def on_request(self, rollouts: range) -> None:
+        """Run when a range of rollouts is requested, in the trainer's thread."""
+
     def state_dict(self, rollout: int) -> dict[str, Any] | None:
         """Return what sampling needs to continue after a rollout."""
 
@@ -171,6 +177,8 @@ class RolloutSchedule:
             if self.engine.state.version != version:
                 count = self.engine.state.num_rollouts
                 self._cycle_end = None if count is None else rollout + count
+                if self._sampler is not None:
+                    self._sampler.on_sync()
             call_stage(trainer, "generate")  # with background sampling too: the trainer waits for it next
             self._request(trainer, rollout)
         return seconds
@@ -180,7 +188,10 @@ class RolloutSchedule:
         if rollout not in self._queue:
             ends = self._cycle_end, self.end_of_run(trainer)
             rollouts = rollouts_to_sample(rollout, *ends, self.generate_ahead, self._rollouts_per_epoch)
-            self._queue.request(rollouts[: max(1, self._ahead)] if self.overlap else rollouts)
+            rollouts = rollouts[: max(1, self._ahead)] if self.overlap else rollouts
+            if self._sampler is not None:
+                self._sampler.on_request(rollouts)
+            self._queue.request(rollouts)
 
     def _on_sampled(self, rollouts: range) -> None:
         if self._cycle_end is not None and rollouts.stop >= self._cycle_end:

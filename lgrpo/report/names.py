@@ -89,6 +89,7 @@ _MONITOR += ["bound_2_positive", "bound_2_informative", "kl", "kl_k3", "tv_rms",
 _MONITOR += ["ratio_q01", "ratio_max", "clip_fraction_positive", "clip_fraction_negative", "clip_fraction", "lag_0"]
 _CALIBRATION = ["predicted", "realised", "error", "reward"]
 _SYNC = ["divergence"]
+_CURRICULUM = ["measured_fraction", "in_band_fraction", "retired_fraction"]
 _VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference", "reward_failures"]
 
 
@@ -108,6 +109,7 @@ def metric_names(num_samples: Mapping[str, int]) -> list[str]:
         "monitor": _MONITOR,
         "calibration": _CALIBRATION,
         "sync": _SYNC,
+        "curriculum": _CURRICULUM,
     }
     for task, count in num_samples.items():
         several = sorted({2**n for n in range(1, count.bit_length())} | ({count} - {1}))

@@ -38,6 +38,7 @@ CHANGEABLE = {
     "weight_sync": "from the next sync on, the behaviour policy has another lag",
     "data.seed": "prompts and completions from here on differ from those of the run that was stopped",
     "data.shuffle": "prompts from here on come in another order, some never seen and some seen twice",
+    "data.difficulty": "prompts from here on are drawn differently, and a new kind has measured nothing yet",
     "data.sampling": "completions from here on are sampled differently",
     "data.advantage": "advantages from here on are computed differently",
     "data.dynamic_sampling": "completions from here on are selected differently",

@@ -48,6 +48,8 @@ class Study:
     arms: Arms = field(default_factory=dict)
     rows_of: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Arms with the settings of another study's arm, which are not run again: study and arm by the own name."""
+    budget: int | None = None
+    """Number of completions at which arms are compared, with those that were sampled and discarded; None: all."""
 
 
 def overlay(name: str) -> str:
@@ -121,6 +123,20 @@ TEACHERS = {
     "reverse KL": [*DISTIL, "--model.loss.regularisers.direction=reverse"],
 }
 
+MIXED = [
+    "--data.task=tests.benchmarks.mixed.SortMixed",
+    "--data.sampling.max_tokens=7",
+    "--data.num_rollouts=20",
+    "--trainer.max_epochs=10",
+    "--model.loss.init_args.kl_coef=0",
+    "--reference_refresh=null",
+]
+CURRICULA = {
+    "uniform": [],
+    "measured": [overlay("curriculum")],
+    "sampled again": ["--data.dynamic_sampling.max_rounds=4"],
+}
+
 STUDIES = {
     "ablation": Study(
         title="Paper A: the ablation",
@@ -190,6 +206,13 @@ STUDIES = {
         baseline="v = 1, forward KL",
         arms={f"v = {v}, {name}": [period(v), *own] for v in (1, 8, 64) for name, own in TEACHERS.items()},
     ),
+    "curriculum": Study(
+        title="Prompts drawn by measured pass rates",
+        claim="prompts that are neither solved nor hopeless teach more; DAPO samples other groups again instead",
+        baseline="v = 1, uniform",
+        arms={f"v = {v}, {name}": [*MIXED, period(v), *own] for v in (1, 10) for name, own in CURRICULA.items()},
+        budget=25_600,
+    ),
 }
 
 
@@ -225,6 +248,8 @@ def run(study: str, arm: str, seed: int) -> dict[str, Any]:
     completions = (
         cli.trainer.global_step // cli.datamodule.reuse * cli.datamodule.num_prompts * cli.datamodule.group_size
     )
+    budget = STUDIES[study].budget
+    own = {} if budget is None else at_equal_completions(series, completions // len(rewards), budget)
     return {
         "study": study,
         "arm": arm,
@@ -237,6 +262,35 @@ def run(study: str, arm: str, seed: int) -> dict[str, Any]:
         "completions": completions,
         "syncs": syncs,
         "seconds": round(seconds, 1),
+    } | own
+
+
+def at_equal_completions(series: dict[str, list[tuple[int, float]]], size: int, budget: int) -> dict[str, Any]:
+    """Return what a row has instead, up to the budget: the last pass@1 is interpolated there.
+
+    Args:
+        series: Metrics of a run with one optimizer step for each rollout.
+        size: Completions in a rollout.
+        budget: Number of completions, with those that were sampled and discarded.
+    """
+    again = dict(series.get("rollout/resampled_fraction", []))
+    zero_variance = [value for _, value in series["rollout/zero_variance_fraction"]]
+    sampled = [0.0]
+    for step in range(len(zero_variance)):
+        sampled.append(sampled[-1] + size * (1 + again.get(step, 0.0)))
+    if sampled[-1] < budget:
+        raise ValueError(f"the run has sampled {sampled[-1]:.0f} completions, fewer than the budget of {budget}")
+    points = [(sampled[step], value) for step, value in series["val/pass@1"]]
+    before = [point for point in points if point[0] < budget]
+    (x0, y0), (x1, y1) = before[-1], points[len(before)]
+    before.append((budget, y0 + (y1 - y0) * (budget - x0) / (x1 - x0)))
+    steps = sum(total < budget for total in sampled)
+    return {
+        "pass@1": [round(value, 4) for _, value in before],
+        "at": [round(total) for total, _ in before],
+        "zero_variance": round(statistics.fmean(zero_variance[:steps]), 4),
+        "steps": steps,
+        "completions": budget,
     }
 
 
@@ -347,6 +401,8 @@ def draw(study: str, path: Path) -> None:
     from lgrpo.report.intervals import mean_interval
 
     rows = by_arm(study)
+    if STUDIES[study].budget is not None:
+        return draw_curves(study, path)
     names = list(rows)[::-1]
     figure = Figure(figsize=(8, 0.28 * len(names) + 1.5), layout="constrained")
     axes = figure.add_subplot()
@@ -367,11 +423,38 @@ def draw(study: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def compared(study: str, arm: str, other: str) -> str:
-    """Return how the final pass@1 of an arm compares with that of another, paired by seed."""
+def draw_curves(study: str, path: Path) -> None:
+    """Draw pass@1 over the number of completions, mean and 95% interval over seeds."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from lgrpo.report.intervals import mean_interval
+
+    rows, budget = by_arm(study), STUDIES[study].budget
+    totals = np.linspace(0, budget, 11)
+    periods = list(dict.fromkeys(arm.partition(",")[0] for arm in rows))
+    figure = Figure(figsize=(4.5 * len(periods), 3.6), layout="constrained")
+    for column, v in enumerate(periods, start=1):
+        axes = figure.add_subplot(1, len(periods), column, title=v, xlabel="completions", ylabel="pass@1")
+        for arm, seeds in rows.items():
+            if arm.partition(",")[0] != v:
+                continue
+            curves = np.array([np.interp(totals, row["at"], row["pass@1"]) for row in seeds.values()])
+            intervals = [mean_interval(values.tolist()) for values in curves.T]
+            halves = [interval.half_width if interval.count > 1 else 0.0 for interval in intervals]
+            means = [interval.mean for interval in intervals]
+            axes.errorbar(totals, means, yerr=halves, marker="o", markersize=3, capsize=2, label=arm.partition(", ")[2])
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def compared(study: str, arm: str, other: str, value: Callable[[dict[str, Any]], float] | None = None) -> str:
+    """Return how the final pass@1 of an arm, or another value of its rows, compares with another, paired by seed."""
     from lgrpo.report.intervals import paired_difference
 
-    finals = [{seed: row["pass@1"][-1] for seed, row in by_arm(study)[name].items()} for name in (arm, other)]
+    value = value or (lambda row: row["pass@1"][-1])
+    finals = [{seed: value(row) for seed, row in by_arm(study)[name].items()} for name in (arm, other)]
     difference = paired_difference(*finals)
     interval = f"{_short(difference)}, {difference.count} seeds"
     if abs(difference.mean) <= difference.half_width:
@@ -423,6 +506,29 @@ def distillation_verdict() -> str:
     )
 
 
+def curriculum_verdict() -> str:
+    """Return the summary of the study on curricula."""
+    rows = by_arm("curriculum")
+    if len(rows) < len(STUDIES["curriculum"].arms) or any(len(seeds) < 2 for seeds in rows.values()):
+        return "the runs so far are too few to compare."
+
+    def share(arm: str) -> str:
+        return f"{statistics.fmean(row['zero_variance'] for row in rows[arm].values()):.2f}"
+
+    parts = []
+    for v in (1, 10):
+        uniform, measured, again = (f"v = {v}, {name}" for name in CURRICULA)
+        parts += [
+            f"at v = {v} and equal completions, measured {compared('curriculum', measured, uniform)}, and sampling "
+            f"again {compared('curriculum', again, uniform)}; measured {compared('curriculum', measured, again)}.",
+            f"The share of groups in training whose rewards are all equal is {share(uniform)} with uniform, "
+            f"{share(measured)} with measured and {share(again)} with sampling again: measured "
+            f"{compared('curriculum', measured, uniform, lambda row: row['zero_variance'])} in this.",
+        ]
+    text = " ".join(parts).replace(" at v = 10 and", " At v = 10 and")
+    return f"{text} Completions that were sampled and discarded count; the mask of these groups is on in all arms."
+
+
 VERDICTS: dict[str, str | Callable[[], str]] = {
     "ablation": (
         "v = 10 matches v = 1 to 0.02, with a tenth of the syncs: confirmed. The mask changes neither pass@1 nor the "
@@ -433,6 +539,7 @@ VERDICTS: dict[str, str | Callable[[], str]] = {
     ),
     "zero_variance": zero_variance_verdict,
     "distillation": distillation_verdict,
+    "curriculum": curriculum_verdict,
     "deviation": (
         "no estimate differs significantly from another at any G, 4 included: the bias of small groups costs nothing "
         "here. Fewer and larger groups (G = 16) end slightly lower, at the limit of significance; a step has 128 "

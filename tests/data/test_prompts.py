@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lgrpo.data.difficulty import DifficultySampling
 from lgrpo.data.prompts import RowRenderer, StreamedPrompts, load_prompts
+from lgrpo.engines import TransformersEngine
 from lgrpo.policy import character_tokenizer
 from lgrpo.rewards import ExactMatch, NumericMatch
 from lgrpo.tasks import Arithmetic, DatasetTask, SortDigits, Template
@@ -286,9 +287,9 @@ def test_invalid_weights(tokenizer):
         by_level(tokenizer, rows=[ROWS[0], {"question": "1", "answer": "1"}], weights={"0": 1.0})
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="the weight of 0 is"):
-            DifficultySampling(field="level", weights={"0": weight})
+            DifficultySampling(field="level", weights={"0": weight}).check(TransformersEngine(), False)
         with pytest.raises(ValueError, match="the weight of rest is"):
-            DifficultySampling(field="level", weights={}, rest=weight)
+            DifficultySampling(field="level", weights={}, rest=weight).check(TransformersEngine(), False)
     with pytest.raises(ValueError, match=r"data\.difficulty draws rows at random: it needs data\.shuffle"):
         by_level(tokenizer, seed=None, weights={"0": 1.0})
 
