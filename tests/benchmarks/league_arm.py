@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -84,13 +85,18 @@ def start_folder(cache: Path, seed: int) -> Path:
 def make_start(cache: Path, seed: int) -> Path:
     """Train the start model of a seed on solutions, unless it exists, and return its folder."""
     folder = start_folder(cache, seed)
-    if not (folder / "scores.json").exists():  # the last file
+    if not folder.exists():
         settings = ["--trainer.callbacks+=tests.benchmarks.league_start.SupervisedStart"]
         settings += [f"--trainer.callbacks.target={START}", "--trainer.max_epochs=0"]
         settings += ["--trainer.num_sanity_val_steps=-1", f"--seed_everything={seed}"]
         with fitted(cache, settings) as (cli, run):
-            cli.model.policy.model.save_pretrained(folder)
-            (folder / "scores.json").write_text(json.dumps(scores(run)))
+            made = Path(tempfile.mkdtemp(dir=cache))
+            cli.model.policy.model.save_pretrained(made)
+            (made / "scores.json").write_text(json.dumps(scores(run)))
+        try:
+            made.rename(folder)
+        except OSError:  # another run was first
+            shutil.rmtree(made)
     return folder
 
 
