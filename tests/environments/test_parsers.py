@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lgrpo.environments import TurnError
-from lgrpo.environments.tools import PARSERS, Call, parser_for, tool_schema
+from lgrpo.environments.tools import PARSERS, Call, PythonTool, ToolEnvironment, parser_for, tool_schema
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 WITH_PARSER = ("qwen3", "qwen2_5.", "qwen2_5_training", "llama3_1", "llama3_2", "nemotron", "lfm2_v2", "lfm2_2_5")
@@ -241,3 +241,16 @@ def test_a_wrong_call_does_not_hide_others():
 def test_mistral_calls_have_identifiers():
     text = '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc123XYZ"}, {"name": "g", "arguments": {}, "id": "x"}]'
     assert [call.id for call in PARSERS["mistral"]().parse(text)] == ["abc123XYZ", "call00001"]
+
+
+def test_programs_are_run_as_they_are_written():
+    environment = ToolEnvironment(
+        tools=[PythonTool(allow_execution=True)], parser="code", result_text="Output:\n{content}\n"
+    )
+    assert environment.tool_schemas() == [], "the chat template describes no tools"
+    environment.reset({})
+    turn = environment.step("First:\n```python\nprint('a\\n', {1: 2})\n```\nthen\n```py\n6 * 7\n```")
+    assert (turn.observation, turn.done) == ("Output:\na\n {1: 2}\nOutput:\n42\n", False)
+    assert environment.step("```\nprint(1)\n``` It is 42.").done, "a block of another language is no program"
+    cut = environment.step("```python\nprint(1")
+    assert "SyntaxError" in cut.observation

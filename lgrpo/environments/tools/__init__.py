@@ -5,6 +5,7 @@ from lgrpo.environments.tools.calls import Call, CallParser
 from lgrpo.environments.tools.environment import ToolEnvironment
 from lgrpo.environments.tools.parsers import (
     PARSERS,
+    CodeParser,
     HermesParser,
     LlamaParser,
     MistralParser,
@@ -21,6 +22,7 @@ __all__ = [
     "Calculator",
     "Call",
     "CallParser",
+    "CodeParser",
     "DeepSeekParser",
     "GLMParser",
     "HermesParser",

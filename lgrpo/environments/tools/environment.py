@@ -78,8 +78,8 @@ class ToolEnvironment(Environment):
             parser: Format of calls; ``auto`` chooses it by the chat template.
             max_calls: Calls executed in a turn; further calls are answered by an error.
             max_result_chars: Length of a result above which its middle is left out.
-            result_text: Text of a result for models without a chat template, with ``{name}`` and ``{content}``; the
-                default are messages of a chat.
+            result_text: Text of a result, with ``{name}`` and ``{content}``, for models without a chat template, or
+                whose template is not to describe the tools; the default are messages of the role ``tool``.
         """
         check_count("max_calls", max_calls, at_least=1)
         check_count("max_result_chars", max_result_chars, at_least=100)

@@ -12,7 +12,7 @@ from lgrpo.environments.tools.calls import JSON, Call, CallParser, malformed, un
 from lgrpo.environments.tools.tag_parsers import DeepSeekParser, GemmaParser, GLMParser, HarmonyParser, XMLParser
 
 ParserName: TypeAlias = Literal[
-    "auto", "deepseek", "gemma", "glm", "harmony", "hermes", "llama", "mistral", "python", "xml"
+    "auto", "code", "deepseek", "gemma", "glm", "harmony", "hermes", "llama", "mistral", "python", "xml"
 ]
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -121,7 +121,23 @@ class PythonParser(CallParser):
             yield from python_calls(block)
 
 
+@final
+class CodeParser(CallParser):
+    """Programs instead of calls: each block ```` ```python ```` is the argument of the tool ``python``.
+
+    >>> CodeParser().parse("Let me compute it.\\n```python\\nprint(6 * 7)\\n```")
+    [Call(name='python', arguments={'code': 'print(6 * 7)\\n'}, positional=(), are_texts=False, id=None)]
+    """
+
+    _block = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+    def read(self, text: str) -> Iterator[Call | TurnError]:
+        for match in self._block.finditer(text):
+            yield Call(name="python", arguments={"code": match[1]})
+
+
 PARSERS: dict[str, type[CallParser]] = {
+    "code": CodeParser,
     "deepseek": DeepSeekParser,
     "gemma": GemmaParser,
     "glm": GLMParser,
