@@ -36,7 +36,7 @@ LAG_BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-")
 """Names of ranges of lags, of doubling width."""
 LAG_EDGES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """First lags of all ranges but the first."""
-MAXIMA = ("ratio", "negative_ratio", "lag", "mismatch", "mismatch_p99")
+MAXIMA = ("ratio", "negative_ratio", "lag", "mismatch", "mismatch_p95", "mismatch_p99")
 """Names of the entries of ``StepMetrics.maxima``."""
 
 
@@ -127,7 +127,7 @@ class StepMetrics(Metric):
             "negative_ratio": _max(has_ratio, -ratio),
             "lag": _max(has_lag, lag) if lag.ndim == 1 else _max(lag_is_known, lag),
             "mismatch": _max(is_fresh, mismatch),
-            "mismatch_p99": _percentile_99(is_fresh, mismatch),
+            **dict(zip(("mismatch_p95", "mismatch_p99"), _percentiles(is_fresh, mismatch), strict=True)),
         }
         self.maxima = torch.maximum(self.maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
@@ -150,6 +150,7 @@ class StepMetrics(Metric):
             metrics["engine_mismatch_mean"] = total["mismatch"] / total["fresh_tokens"]
             metrics["engine_mismatch_max"] = largest["mismatch"]
             if largest["mismatch_p99"] >= 0:
+                metrics["engine_mismatch_p95"] = largest["mismatch_p95"]
                 metrics["engine_mismatch_p99"] = largest["mismatch_p99"]
         if not total["tokens"]:
             return metrics
@@ -202,10 +203,10 @@ def _max(mask: Tensor, values: Tensor) -> Tensor:
     return _inside(mask, values).max()
 
 
-def _percentile_99(mask: Tensor, values: Tensor) -> Tensor:
-    """Return the value that 1 % of those inside a mask exceed, or -inf if there are fewer than 100."""
+def _percentiles(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the values that 5 % and 1 % of those inside a mask exceed, or -inf if there are fewer than 100."""
     descending, count = _inside(mask, values).sort(descending=True).values, mask.sum()
-    found = descending.gather(0, count.div(100, rounding_mode="floor")[None]).squeeze(0)
+    found = descending.gather(0, torch.stack([count // 20, count // 100]))
     return torch.where(count < 100, -torch.inf, found)
 
 

@@ -96,11 +96,15 @@ SECTIONS = {
         ),
         Chart(
             title="Engine mismatch",
-            note="Difference of the log-probabilities of engine and trainer while both have the same weights.",
+            note="Difference of the log-probabilities of engine and trainer while both have the same weights, and of "
+            "the policy from itself in other micro-batches.",
             lines={
                 "train/engine_mismatch_mean": "mean",
+                "train/engine_mismatch_p95": "95 %",
                 "train/engine_mismatch_p99": "99 %",
                 "train/engine_mismatch_max": "largest",
+                "train/self_mismatch_mean": "policy and itself, mean",
+                "train/self_mismatch_max": "policy and itself, largest",
             },
         ),
     ],

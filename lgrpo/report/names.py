@@ -54,9 +54,15 @@ _TRAIN = [
     "kl_reference",
     "kl_teacher",
     "engine_mismatch_mean",
+    "engine_mismatch_p95",
     "engine_mismatch_p99",
     "engine_mismatch_max",
     "engine_outside_band_fraction",
+    "self_mismatch_mean",
+    "self_mismatch_p95",
+    "self_mismatch_p99",
+    "self_mismatch_max",
+    "self_outside_band_fraction",
     "entropy",
 ]
 _TRAIN += [f"distance_lag_{lags}" for lags in ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-")]

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lgrpo import Sampling, TransformersEngine
-from lgrpo.callbacks import MismatchGuard, ZeroVarianceMask
+from lgrpo import CausalPolicy, ClippedLoss, Sampling, TransformersEngine
+from lgrpo.callbacks import MismatchGuard, ZeroVarianceMask, mismatch_guard
 from lgrpo.callbacks.mismatch_guard import EngineMismatchError
+from lgrpo.callbacks.self_mismatch import self_mismatch
 from lgrpo.rewards import Reward
 from lgrpo.tasks import SortDigits
-from tests.helpers import MODEL, build, fit, largest_difference, tiny_policy
+from tests.helpers import CHARACTERS, MODEL, build, fit, largest_difference, tiny_policy
 
 
 class OtherTemperature(TransformersEngine):
@@ -52,6 +53,14 @@ class OtherWeights(TransformersEngine):
 
     def held_checksums(self, manifest):
         return manifest.checksums
+
+
+class DependsOnNeighbours(CausalPolicy):
+    """Computes other log-probabilities for a row that is computed with fewer others."""
+
+    def forward(self, tokens, *arguments, **keywords):
+        logprobs, *others = super().forward(tokens, *arguments, **keywords)
+        return logprobs + arguments[0] / len(tokens), *others
 
 
 class AlwaysWrong(Reward):
@@ -110,3 +119,42 @@ def test_a_right_engine(trainer):
     fresh = [row for row in run.logged if row["train/lag"] == 0]
     assert len(fresh) == 2
     assert all(row["train/engine_mismatch_mean"] <= row["train/engine_mismatch_max"] for row in fresh)
+
+
+NAMES = {f"train/self_mismatch_{name}" for name in ("mean", "p95", "p99", "max")} | {"train/self_outside_band_fraction"}
+
+
+def test_the_policy_is_compared_with_itself(monkeypatch):
+    """At step 0 and then every two steps; in float32 on a CPU, rows that are computed together make no difference."""
+    steps = []
+
+    def counted(trainer):
+        steps.append(trainer.global_step)
+        return self_mismatch(trainer)
+
+    monkeypatch.setattr(mismatch_guard, "self_mismatch", counted)
+    run = fit(**settings(None, MismatchGuard(period=2), num_prompts=16), rollouts=4)
+    assert steps == [0, 2]
+    assert run.logged[0].keys() >= NAMES
+    assert all(run.logged[0][name] <= 1e-5 for name in NAMES)
+    silent = fit(**settings(None, MismatchGuard(period=None), num_prompts=16), rollouts=4)
+    assert not NAMES & silent.logged[-1].keys()
+    assert largest_difference(run.weights, silent.weights) == 0
+
+
+@pytest.mark.parametrize("period", [100, None])
+def test_the_tolerance_follows_the_difference_of_the_policy_from_itself(period):
+    """That is 1/8 - 1/16 for each token of 16 rows, as much as between policy and engine."""
+    policy = DependsOnNeighbours(config=MODEL, characters=CHARACTERS)
+    own = settings(None, MismatchGuard(action="warn", period=period), num_prompts=4) | {"policy": policy}
+    own |= {"loss": ClippedLoss(clip_low=0.01, clip_high=0.01), "rollouts": 1, "learning_rate": 0.0}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = fit(**own).logged[0]
+    is_warned = any("disagree" in str(warning.message) for warning in caught)
+    assert is_warned == (period is None)
+    assert found["train/engine_mismatch_mean"] == pytest.approx(1 / 16, rel=1e-3)
+    if period is not None:
+        assert found["train/self_mismatch_mean"] == pytest.approx(1 / 16, rel=1e-3)
+        assert found["train/self_mismatch_max"] == pytest.approx(1 / 16, rel=1e-3)
+        assert found["train/self_outside_band_fraction"] == 1

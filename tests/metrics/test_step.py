@@ -127,7 +127,7 @@ def test_a_loss_without_a_band():
 
 
 def test_percentile_of_many_tokens():
-    """Three of 300 fresh tokens are above the 99th percentile; tokens with a lag do not count."""
+    """3 and 15 of 300 fresh tokens are above the 99th and the 95th percentile; tokens with a lag do not count."""
     batch = micro_batch(0) | {"lag": torch.tensor([0.0, 0.0, 0.0, 7.0])}
     shape = 4, 100
     log_ratio = torch.linspace(-3, 0, 400).view(shape)[:, torch.randperm(100)].flip(0)
@@ -139,7 +139,9 @@ def test_percentile_of_many_tokens():
     metrics = StepMetrics()
     metrics.update(**batch)
     fresh = log_ratio[:3].abs().flatten().sort().values
-    assert metrics.compute()["engine_mismatch_p99"] == pytest.approx(float(fresh[-4]))
+    found = metrics.compute()
+    assert found["engine_mismatch_p99"] == pytest.approx(float(fresh[-4]))
+    assert found["engine_mismatch_p95"] == pytest.approx(float(fresh[-16]))
 
 
 def test_missing_reference_and_missing_live_tokens_are_handled():

@@ -59,6 +59,7 @@ class VLLMServerEngine(RolloutEngine):
         tensor_parallel_size: int = 1,
         devices: list[list[int]] | None = None,
         seeded: bool | None = None,
+        batch_invariant: bool = False,
         requests_at_a_time: int = 64,
         transfer: Literal["file", "nccl"] = "file",
         transfer_address: str | None = None,
@@ -87,7 +88,9 @@ class VLLMServerEngine(RolloutEngine):
             tensor_parallel_size: Number of GPUs that each server is sharded over.
             devices: GPUs of each server, such as [[6], [7]], as this process counts them. By default the last ones,
                 because training uses the first.
-            seeded: Whether each request has a seed, so that runs repeat. By default on CPUs only.
+            seeded: Whether each request has a seed, so that runs repeat. By default on CPUs, and with batch_invariant.
+            batch_invariant: Whether servers started here use kernels whose results do not depend on what else is in a
+                batch, so that tokens do not either. On GPUs only.
             requests_at_a_time: Upper limit of the prompts in flight at each server.
             transfer: Way in which weights are sent: ``file``, through files in shared memory or ``weights_dir``; or
                 ``nccl``, from the trainer's GPU to servers on other GPUs or machines. Servers of ``urls`` then need
@@ -122,6 +125,7 @@ class VLLMServerEngine(RolloutEngine):
             tensor_parallel_size=tensor_parallel_size,
             devices=devices,
             seeded=seeded,
+            batch_invariant=batch_invariant,
             flags={
                 "max_model_len": max_model_len,
                 "max_num_seqs": max_num_seqs,

@@ -17,7 +17,7 @@ from lgrpo.engines.recovery import EngineError, Timeouts
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.transfer.base import WeightTransfer
 from lgrpo.engines.servers.transfer.nccl import check_separate_gpus
-from lgrpo.engines.vllm.runtime import WHOLE_PROMPTS, import_vllm
+from lgrpo.engines.vllm.runtime import BATCH_INVARIANT, WHOLE_PROMPTS, check_batch_invariance, import_vllm
 
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution that tokens are sampled from."""
@@ -36,6 +36,7 @@ class ServerLauncher:
     tensor_parallel_size: int
     devices: Sequence[Sequence[int]] | None
     seeded: bool | None
+    batch_invariant: bool
     flags: Mapping[str, Any]
     """Flags of the server that are passed on as they are."""
     environment_variables: Mapping[str, str]
@@ -46,6 +47,11 @@ class ServerLauncher:
         check_count("num_servers", self.num_servers, at_least=1)
         if self.urls is not None and not self.urls:
             raise ValueError("urls is an empty list: leave it out to start servers")
+        if self.batch_invariant and self.urls is not None:
+            raise ValueError(
+                "batch_invariant applies to servers that are started here, and urls names running servers: start them "
+                "with VLLM_BATCH_INVARIANT=1"
+            )
         if self.devices is not None:
             self._check_devices(self.devices)
 
@@ -57,7 +63,9 @@ class ServerLauncher:
     @property
     def is_seeded(self) -> bool:
         """Whether every request has a seed."""
-        return self.seeded if self.seeded is not None else self.urls is None and self.is_on_cpu
+        if self.seeded is not None:
+            return self.seeded
+        return self.urls is None and (self.batch_invariant or self.is_on_cpu)
 
     def connect(
         self, transfer: WeightTransfer, dtype: torch.dtype | None, timeouts: Timeouts
@@ -113,6 +121,9 @@ class ServerLauncher:
             **self.flags,
         }
         environment = {"VLLM_NO_USAGE_STATS": "1", **transfer.environment}
+        if self.batch_invariant:
+            check_batch_invariance(self.is_on_cpu)
+            environment |= BATCH_INVARIANT
         if self.is_on_cpu:
             environment |= {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

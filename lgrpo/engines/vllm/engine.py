@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterable
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.engines.base import RolloutEngine
-from lgrpo.engines.completions import Generation
+from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
 from lgrpo.engines.processes import has_other_ranks
 from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults, Timeouts
@@ -20,8 +22,10 @@ from lgrpo.engines.vllm.layout import checksums, engine_layout
 from lgrpo.engines.vllm.loaders import AdapterLoader, WeightLoader, WholeLoader
 from lgrpo.engines.vllm.requests import Requests
 from lgrpo.engines.vllm.runtime import (
+    BATCH_INVARIANT,
     WHOLE_PROMPTS,
     answer_all,
+    check_batch_invariance,
     check_context_length,
     check_vllm_installed,
     first_line,
@@ -30,6 +34,7 @@ from lgrpo.engines.vllm.runtime import (
     set_environment,
 )
 from lgrpo.functional import named_checksums
+from lgrpo.types import Prompt
 from lgrpo.weights import Adapter, PolicyWeights
 
 
@@ -54,6 +59,7 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool | None = None,
         sleep_mode: bool | None = None,
         seeded: bool | None = None,
+        batch_invariant: bool = False,
         timeouts: Timeouts = Timeouts(),  # noqa: B008
         max_failures: int = 3,
         adapters: bool = True,
@@ -71,7 +77,9 @@ class VLLMEngine(RolloutEngine):
             enforce_eager: Whether to run without CUDA graphs. By default on CPUs only.
             sleep_mode: Whether to release memory while the trainer updates. By default on GPUs.
             seeded: Whether each request has its own seed, so that runs are reproducible; on a GPU this disables vLLM's
-                fast sampler. By default on CPUs only.
+                fast sampler. By default on CPUs, and with batch_invariant.
+            batch_invariant: Whether vLLM uses kernels whose results do not depend on what else is in a batch, so that
+                tokens do not either. On GPUs, in an EnginePool: vLLM replaces the kernels of its whole process.
             timeouts: Time limits; only ``generate`` applies.
             max_failures: Failures of vLLM that a generation recovers from; the next one stops the run.
             adapters: Whether a sync of a LoRA policy sends only the adapters, which vLLM applies; otherwise the merged
@@ -95,6 +103,7 @@ class VLLMEngine(RolloutEngine):
         self.enforce_eager = enforce_eager
         self.sleep_mode = sleep_mode
         self.seeded = seeded
+        self.batch_invariant = batch_invariant
         self.timeouts = timeouts
         self.adapters = adapters
         self.verify = verify
@@ -118,8 +127,19 @@ class VLLMEngine(RolloutEngine):
     def check_installed(self) -> None:
         check_vllm_installed()
 
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], group_size: int, sampling: Sampling
+    ) -> None:
+        if self.batch_invariant:  # a pool does not prepare the engines of its processes
+            raise ValueError(
+                "VLLMEngine.batch_invariant replaces the kernels of a whole process, and this engine shares the "
+                "trainer's: use an EnginePool of it, with num_processes 1 or more, or VLLMServerEngine"
+            )
+
     def import_packages(self) -> None:
         set_environment()
+        if self.batch_invariant:
+            os.environ |= BATCH_INVARIANT
         with contextlib.suppress(Exception):
             import_vllm()
 
@@ -221,7 +241,9 @@ class VLLMEngine(RolloutEngine):
         if has_other_ranks():
             self.options.setdefault("distributed_executor_backend", "external_launcher")
         self._on_cpu = import_vllm().platforms.current_platform.is_cpu()
-        self._is_seeded = self._on_cpu if self.seeded is None else self.seeded
+        if self.batch_invariant:
+            check_batch_invariance(self._on_cpu)
+        self._is_seeded = (self._on_cpu or self.batch_invariant) if self.seeded is None else self.seeded
         cache = self.kv_cache_gib if self.kv_cache_gib is not None else (0.25 if self._on_cpu else None)
         arguments = {
             "skip_tokenizer_init": True,

@@ -23,6 +23,9 @@ from lgrpo.engines.vllm.requests import Requests
 WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
 """Arguments for seeded requests on a CPU, whose generators cannot be rewound as chunked prefill requires."""
 
+BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+"""Environment variable of a process whose kernels do not depend on the batch. vLLM reads it when it is imported."""
+
 
 def check_vllm_installed() -> None:
     """Raise an ``EngineError`` that says how to install vLLM if it is missing. Does not import it."""
@@ -52,6 +55,15 @@ def import_vllm() -> Any:
             "lgrpo.engines.TransformersEngine"
         ) from error
     return vllm
+
+
+def check_batch_invariance(on_cpu: bool) -> None:
+    """Raise an ``EngineError`` if vLLM has no kernels whose results do not depend on the batch."""
+    if on_cpu:
+        raise EngineError(
+            "batch_invariant is set, and vLLM's kernels whose results do not depend on the batch need a GPU: leave it "
+            "out on a CPU, where float32 tokens hardly depend on the batch"
+        )
 
 
 def check_context_length(generation: Generation, max_model_len: int) -> None:

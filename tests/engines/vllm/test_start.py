@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 
+import pytest
 import torch
 from transformers import Qwen2Config
 
-from lgrpo.engines import VLLMEngine
+from lgrpo.engines import EnginePool, VLLMEngine, VLLMServerEngine
+from lgrpo.engines.manifest import WeightSyncError
+from lgrpo.engines.recovery import EngineError
 from lgrpo.engines.vllm.cache_size import with_cache_size
 from lgrpo.engines.vllm.embedded import cached_folder
 from lgrpo.weights import PolicyWeights
+from tests.helpers import build, tiny_policy
 
 GIB = 2**30
 
@@ -55,3 +59,29 @@ class TestCacheSize:
     def test_on_a_small_gpu_vllm_measures(self):
         engine = VLLMEngine(gpu_memory_utilization=0.2)
         assert with_cache_size(engine, self.weights(), torch.bfloat16, 24 * GIB) is engine
+
+
+class TestBatchInvariance:
+    def test_in_the_trainers_process(self):
+        run = build(data={"engine": VLLMEngine(batch_invariant=True)})
+        with pytest.raises(ValueError, match=r"shares the trainer's: use an EnginePool of it"):
+            run.trainer.fit(run.module, datamodule=run.data)
+
+    def test_running_servers(self):
+        with pytest.raises(ValueError, match=r"urls names running servers: start them with VLLM_BATCH_INVARIANT=1"):
+            VLLMServerEngine(batch_invariant=True, urls=["http://127.0.0.1:9"])
+
+    def test_servers_on_a_cpu(self):
+        policy = tiny_policy()
+        policy.build()
+        with pytest.raises(EngineError, match=r"need a GPU: leave it out on a CPU"):
+            VLLMServerEngine(batch_invariant=True).load_weights(policy.weights(), 0)
+
+    @pytest.mark.slow("starts a process that imports vLLM")
+    def test_a_pool_on_a_cpu(self):
+        policy = tiny_policy()
+        policy.build()
+        engine = EnginePool(VLLMEngine(batch_invariant=True), num_processes=1)
+        with pytest.raises(WeightSyncError, match=r"need a GPU: leave it out on a CPU"):
+            engine.load_weights(policy.weights(), 0)
+        engine.close()
