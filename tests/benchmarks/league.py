@@ -93,6 +93,16 @@ def planned(rows: Sequence[Row], names: Sequence[str], lags: Sequence[str]) -> I
                         yield Job(stage="test", method=name, lag=lag, lr=best, seed=seed)
 
 
+def check_start(row: Row, rows: Iterable[Row]) -> None:
+    """Raise an error if a run began with another model than the stored runs of its seed, as on another processor."""
+    for other in rows:
+        if other["seed"] == row["seed"] and "error" not in {**row, **other} and other["start"] != row["start"]:
+            raise RuntimeError(
+                f"the start model of seed {row['seed']} is {row['start']} here, and {other['start']} in the stored "
+                f"rows: copy {CACHE.relative_to(ROOT)} from the machine that made these, or start with new rows"
+            )
+
+
 def launch(
     path: Path,
     names: Sequence[str],
@@ -120,6 +130,7 @@ def launch(
                 return
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for row in (future.result() for future in ended):
+                check_start(row, rows)
                 rows = [other for other in rows if job_of(other) != job_of(row)] + [row]
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")

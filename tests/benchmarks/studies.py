@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import gsm8k, real_model_report
+from tests.benchmarks.environments import origin
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -329,15 +330,15 @@ def make_teacher() -> None:
             subprocess.run([sys.executable, "-m", "lgrpo.cli", *command], cwd=ROOT, check=True)
 
 
-def launch(names: list[str], seeds: int, workers: int) -> None:
-    jobs = list(planned(names, seeds))
+def launch(names: list[str], seeds: int, workers: int, commit: str | None) -> None:
+    jobs, shared = list(planned(names, seeds)), origin(commit)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if "distillation" in names:
         make_teacher()
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=20) as pool:
         for count, row in enumerate(pool.imap_unordered(work, jobs), start=1):
             with ROWS.open("a") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json.dumps(row | shared, ensure_ascii=False) + "\n")
             final = row.get("error") or row["pass@1"][-1]
             print(f"{count}/{len(jobs)} {row['study']}, {row['arm']}, seed {row['seed']}: {final}", flush=True)
 
@@ -661,13 +662,14 @@ def main() -> None:
     parser.add_argument("studies", nargs="*", help=f"studies to run: {', '.join(STUDIES)}; all by default")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--workers", type=int, default=2, help="parallel runs, one thread each")
+    parser.add_argument("--commit", help="commit to note in the rows, where git does not know it")
     parser.add_argument("--report", action="store_true", help="write the report without running anything")
     options = parser.parse_args()
     if unknown := set(options.studies) - set(STUDIES):
         parser.error(f"unknown study {', '.join(sorted(unknown))}; choose from {', '.join(STUDIES)}")
     names = options.studies or list(STUDIES)
     if not options.report:
-        launch(names, options.seeds, options.workers)
+        launch(names, options.seeds, options.workers, options.commit)
     for name in names:
         if by_arm(name):
             draw(name, RESULTS / f"study_{name}.png")

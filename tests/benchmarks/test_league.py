@@ -34,6 +34,13 @@ def final_rows(method, scores, lag=LAG, rate=RATES[1]):
     return [row(Job("test", method, lag, rate, seed), test=s) for seed, s in zip(TEST_SEEDS, scores, strict=False)]
 
 
+def test_runs_of_a_seed_must_begin_with_the_same_model():
+    first = row(Job("select", "grpo", LAG, 1e-4, 0))
+    league.check_start(first, [first, row(Job("select", "grpo", LAG, 1e-4, 1), start={"checksum": "other"})])
+    with pytest.raises(RuntimeError, match="the start model of seed 0 is"):
+        league.check_start(first | {"start": {"checksum": "other"}}, [first])
+
+
 MIDDLE = {RATES[0]: 0.4, RATES[1]: 0.6, RATES[2]: 0.5}
 SPREAD = [0.01 * (seed % 5) for seed in range(len(TEST_SEEDS))]
 
