@@ -116,18 +116,16 @@ class League:
         return pooled_deviation(samples) if samples else None
 
     @cached_property
-    def detectable(self) -> float | None:
-        """Smallest difference that the planned seeds detect at the corrected level."""
-        if self.deviation is None:
-            return None
-        return self.deviation * detectable_effect(len(TEST_SEEDS), LEVEL / self.num_comparisons)
+    def effect(self) -> float:
+        """Smallest difference that the planned seeds detect at the corrected level, in its own standard deviations."""
+        return detectable_effect(len(TEST_SEEDS), LEVEL / self.num_comparisons)
 
     def mark(self, method: str, lag: str) -> str:
         """Return whether a method is higher or lower than the baseline; "" if no difference is seen, or not tested."""
         difference = self.compared.get((method, lag))
-        if difference is None or self.detectable is None:
+        if difference is None or self.adjusted[method, lag] >= LEVEL:
             return ""
-        if self.adjusted[method, lag] >= LEVEL or abs(difference.mean) < self.detectable:
+        if abs(difference.mean) < self.effect * statistics.stdev(self.differences(self.cells[method, lag])):
             return ""
         return HIGHER if difference.mean > 0 else LOWER
 
@@ -185,15 +183,17 @@ def verdict(all_cells: League, lag: str) -> str:
 def power_text(all_cells: League) -> str:
     """Return the power calculation in words."""
     count, comparisons = len(TEST_SEEDS), all_cells.num_comparisons
-    if all_cells.deviation is None or all_cells.detectable is None:
+    if all_cells.deviation is None:
         return "No two methods share two test seeds yet, so there is no estimate of the power."
+    single = detectable_effect(count, LEVEL)
     return (
-        f"The difference of a seed to `{BASELINE}` has a standard deviation of {all_cells.deviation:.3f} (pooled over "
-        f"methods and lags). With {count} seeds and the level {LEVEL} / {comparisons} of the first step of Holm's "
-        f"method, a difference of **{all_cells.detectable:.3f}** is detected with a probability of {POWER:.0%} "
-        f"(noncentral t-distribution; without a correction it would be "
-        f"{all_cells.deviation * detectable_effect(count, LEVEL):.3f}). Smaller differences are not reported as "
-        "differences, whatever their p-value."
+        f"With {count} seeds and the level {LEVEL} / {comparisons} of the first step of Holm's method, a difference of "
+        f"{all_cells.effect:.2f} standard deviations of a seed's difference is detected with a probability of "
+        f"{POWER:.0%} (noncentral t-distribution; without a correction it would be {single:.2f}). A difference is "
+        "reported if its corrected p-value is below "
+        f"{LEVEL} and it is at least as large by its own deviation. Pooled over methods and lags the deviation is "
+        f"{all_cells.deviation:.3f}, so differences below **{all_cells.effect * all_cells.deviation:.3f}** may well "
+        "remain unseen."
     )
 
 

@@ -60,7 +60,7 @@ and methods: [Staleness](staleness.md).
 
 *less v=1* is the difference to v = 1 with the same seed; its interval contains the error of evaluating 500 problems,
 and not the variation between seeds. *Mean* is the area under the curve of pass@1, *s/step* the median time of a rollout
-and its update, for runs that did not share the GPU. {seeds}; arms with fewer are no verdict, and {tuning}. Rows:
+and its update, for runs that did not share the machine. {seeds}; arms with fewer are no verdict, and {tuning}. Rows:
 {link}.
 
 {verdicts}"""
@@ -75,6 +75,17 @@ leave as much. Means over seeds, with the standard error of the problems.
 {table}
 
 {sentences}"""
+
+
+TOOL_TITLE, TEACHER_TITLE = "A Python tool", "A teacher instead of rewards"
+EXPLANATIONS = {
+    TOOL_TITLE: """With `configs/python_tool.yaml`: the model may write programs, and sees what they print. Everything
+else is as at v = 1, but for an episode's limit of 448 tokens, observations included.""",
+    TEACHER_TITLE: """With `configs/distil.yaml`: the teacher is the final policy of v = 1 with the same seed, the
+student the model before training. The loss is the reverse KL on the student's own completions; rewards are only
+logged.""",
+}
+"""Text below the title of a comparison."""
 
 
 def by_arm() -> Arms:
@@ -155,11 +166,11 @@ def area(row: dict[str, Any]) -> float:
 
 
 def step_seconds(row: dict[str, Any]) -> list[float]:
-    """Return the seconds of each rollout and its update; none if the run shared the GPU.
+    """Return the seconds of each rollout and its update; none if the run shared the machine.
 
     Compiling, in the first steps of a process, is left out: more than twice the median counts as the median.
     """
-    if row.get("workers") != 1:
+    if row.get("workers") != 1 or "other_load" in row:
         return []
     found = row.get("step_seconds")
     if found is None:
@@ -267,12 +278,38 @@ def comparisons() -> Iterable[tuple[str, Arms, str]]:
         "Groups whose rewards are all equal, with paper A's KL term": (masks, next(iter(GROUPS["mask"]))),
         "TRL with the settings of v = 1": (trl, BASELINE),
         f"{LENGTH} steps": (longer, first),
-        "A Python tool": (own["tool"], BASELINE),
-        "A teacher instead of rewards": (own["distillation"], BASELINE),
+        TOOL_TITLE: (own["tool"], BASELINE),
+        TEACHER_TITLE: (own["distillation"], BASELINE),
     }
     for title, (arms, baseline) in titles.items():
         if baseline in arms and len(arms) > 1:
             yield title, arms, baseline
+
+
+def curves(arms: Arms) -> str:
+    """Return a table of pass@1 by optimizer step, of runs with the seeds that all arms have, and of what they log."""
+    seeds = set.intersection(*({row["seed"] for row in rows} for rows in arms.values()))
+    chosen = {arm: [row for row in rows if row["seed"] in seeds] for arm, rows in arms.items()}
+    steps = [step for step, _ in next(iter(chosen.values()))[0]["pass@1"]] if seeds else []
+    if not steps:
+        return ""
+    titles = [f"step {step}" for step in steps]
+    lines = [f"| seeds {', '.join(map(str, sorted(seeds)))} | {' | '.join(titles)} | KL to the teacher | tools |"]
+    lines.append("|---|" + "---:|" * (len(steps) + 2))
+    for arm, rows in chosen.items():
+        cells = [f"{statistics.fmean(dict(row['pass@1'])[step] for row in rows):.3f}" for step in steps]
+        kl = [[row["kl_teacher"][end] for row in rows if "kl_teacher" in row] for end in (0, -1)]
+        cells.append(" to ".join(f"{statistics.fmean(values):.2g}" for values in kl) if kl[0] else "")
+        cells.append(tool_share(rows))
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tool_share(rows: Rows) -> str:
+    """Return the share of generation in which nothing was sampled because all episodes waited for their tools."""
+    waited = sum(sum(row.get("environment_seconds", [])) for row in rows)
+    total = sum(sum(row["generate_seconds"]) for row in rows if "environment_seconds" in row)
+    return f"{waited / total:.0%} of sampling" if total else ""
 
 
 def section() -> str:
@@ -293,10 +330,9 @@ def section() -> str:
         ),
         format_section(),
     ]
-    parts += [
-        f"### {title}\n\n{table(arms, baseline)}\n\n{verdicts(arms, baseline)}"
-        for title, arms, baseline in comparisons()
-    ]
+    for title, arms, baseline in comparisons():
+        explained = [EXPLANATIONS[title], curves(arms)] if title in EXPLANATIONS else []
+        parts += [f"### {title}", *explained[:1], table(arms, baseline), *explained[1:], verdicts(arms, baseline)]
     return wrapped("\n\n".join(filter(None, parts)))
 
 

@@ -124,6 +124,9 @@ TEACHERS = {
     "reverse KL": [*DISTIL, "--model.loss.regularisers.direction=reverse"],
 }
 
+TEACHER_SUBJECTS = {"Forward KL": "forward KL", "Reverse KL": "reverse KL", "Training on rewards": "rewards"}
+"""Beginning of a sentence about an arm."""
+
 MIXED = [
     "--data.task=tests.benchmarks.mixed.SortMixed",
     "--data.sampling.max_tokens=7",
@@ -495,12 +498,13 @@ def distillation_verdict() -> str:
     if len(rows) < len(STUDIES["distillation"].arms) or any(len(seeds) < 2 for seeds in rows.values()):
         return "the runs so far are too few to compare."
     parts = [
-        f"at v = {v}, reverse KL {compared('distillation', f'v = {v}, reverse KL', f'v = {v}, forward KL')}."
+        f"{'at' if v == 1 else 'At'} v = {v}, reverse KL "
+        f"{compared('distillation', f'v = {v}, reverse KL', f'v = {v}, forward KL')}."
         for v in (1, 8, 64)
     ]
     parts += [
-        f"{name.capitalize()} at v = 64 {compared('distillation', f'v = 64, {name}', f'v = 1, {name}')}."
-        for name in ("forward KL", "reverse KL", "rewards")
+        f"{subject} at v = 64 {compared('distillation', f'v = 64, {name}', f'v = 1, {name}')}."
+        for subject, name in TEACHER_SUBJECTS.items()
     ]
     return " ".join(
         [*parts, "All arms have the learning rate of the task's other studies; none was tuned for distillation."]

@@ -159,12 +159,17 @@ def test_differences_that_the_rows_show():
     assert f"`{BASELINE}` has 0 of 10 runs" in league_report.verdict(all_cells, LAGS[1])
 
 
-def test_a_significant_difference_below_the_detectable_one_is_none():
-    rows = [*cell(BASELINE, 0.5, 0.0), *cell("vespo", 0.51, 1e-5), *cell("reinforce", 0.6, 0.03)]
+def test_a_difference_must_be_detectable_by_its_own_deviation():
+    """With ten seeds and 220 comparisons the first needs a mean of about 2.3 deviations; noisy others do not matter."""
+    noise = [0.01, -0.01] * 5
+    rows = [*selecting(BASELINE, MIDDLE), *final_rows(BASELINE, [0.5] * 10), *cell("reinforce", 0.6, 0.3)]
+    for name, size in (("vespo", 2.0), ("sapo", 2.6)):  # in deviations
+        deviation = statistics.stdev(noise)
+        rows += [*selecting(name, MIDDLE), *final_rows(name, [0.5 + size * deviation + x for x in noise])]
     all_cells = league_report.League(rows)
     assert all_cells.adjusted["vespo", LAG] < 0.05
-    assert all_cells.detectable > 0.01
-    assert all_cells.mark("vespo", LAG) == ""
+    assert (all_cells.mark("vespo", LAG), all_cells.mark("sapo", LAG)) == ("", league_report.HIGHER)
+    assert 2.0 < all_cells.effect < 2.6
 
 
 @pytest.mark.parametrize("rows", [[], [*cell(BASELINE, 0.5), *cell("reinforce", 0.3), *cell("sapo", 0.4, count=1)]])
