@@ -1,7 +1,7 @@
 """Measure how log-probabilities depend on what is computed together: in the engine, in the policy, and between them.
 
     python -m tests.benchmarks.mismatch --model FOLDER --data GSM8K    # on a GPU; both arms, resumable
-    python -m tests.benchmarks.mismatch --report                       # tables of all rows
+    python -m tests.benchmarks.mismatch --report                       # tables of tutorials/pages/engines.md
 
 An arm samples the same prompts twice with vLLM, in one call and in several, with a seed for each completion, with and
 without kernels whose results do not depend on the batch (``VLLMEngine.batch_invariant``). The policy then computes the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Sequence
 from itertools import takewhile
@@ -29,6 +30,7 @@ from tests.benchmarks.step import machine_name
 from tests.benchmarks.workload import real_prompts
 
 ROWS = Path(__file__).parent / "results" / "mismatch.jsonl"
+PAGE = Path(__file__).parents[2] / "tutorials" / "pages" / "engines.md"
 BANDS = (0.1, 0.2)
 """Half-widths of bands around a ratio of 1."""
 ARMS = {"vLLM": False, "vLLM, batch-invariant": True}
@@ -121,6 +123,19 @@ def make_engine(is_invariant: bool, options: argparse.Namespace) -> RolloutEngin
     return EnginePool(one, options.processes)
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """Return the page with the tables of the rows."""
+    text = PAGE.read_text(encoding="utf-8")
+    return re.sub(
+        r"(<!-- mismatch -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{report(rows)}\n\n{m[2]}", text, flags=re.DOTALL
+    )
+
+
 def report(rows: list[dict[str, Any]]) -> str:
     """Return the tables of the page: what differs by how much, and what kernels without batch dependence cost."""
     names = {
@@ -159,7 +174,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="Commit to note in the rows.")
     parser.add_argument("--report", action="store_true", help="Print the tables and measure nothing.")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    rows = read(options.out)
     if not options.report:
         if options.model is None or options.data is None:
             parser.error("--model and --data are required to measure")
@@ -185,6 +200,7 @@ def main() -> None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             with options.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+    PAGE.write_text(page(read(ROWS)), encoding="utf-8")
     print(report(rows))
 
 
