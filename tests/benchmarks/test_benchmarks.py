@@ -493,19 +493,32 @@ def test_rows_of_another_study_have_the_same_settings():
 def test_a_computed_verdict_follows_the_rows(monkeypatch, tmp_path):
     def finals(**arms):
         rows = [
-            {"study": "zero_variance", "arm": arm, "seed": seed, "pass@1": [0.3, value + 0.01 * seed]}
+            {
+                "study": "zero_variance",
+                "arm": arm,
+                "seed": seed,
+                "pass@1": [0.3, value + 0.01 * seed],
+                "reward_spread": 0.1,
+            }
             for arm, value in arms.items()
             for seed in range(4)
         ]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     monkeypatch.setattr(studies, "ROWS", tmp_path / "rows.jsonl")
-    finals(mask=0.9, neither=0.8)
-    assert studies.compared("zero_variance", "mask", "neither").startswith("ends higher than neither (0.100 ± 0.0")
-    finals(mask=0.7, neither=0.8)
-    assert studies.compared("zero_variance", "mask", "neither").startswith("ends lower than neither (-0.100 ± 0.0")
-    finals(mask=0.8, neither=0.8)
-    assert studies.compared("zero_variance", "mask", "neither").startswith("does not differ significantly")
+    for value, found in ((0.9, "0.100 ± 0.000"), (0.7, "-0.100 ± 0.000"), (0.8, "0.000 ± 0.000")):
+        finals(mask=value, neither=0.8)
+        judged = "higher" if value > 0.8 else "lower" if value < 0.8 else "not distinguished"
+        line = studies.compared("zero_variance", "mask", "neither", count=7)
+        assert line == f"`mask` less `neither`: {found}, 4 seeds: **{judged}**"
+    assert "`sampled again` and `neither`: fewer than 3 seeds" in " ".join(studies.verdict("zero_variance").split())
+
+
+def test_comparisons_name_arms_of_their_study():
+    for study in studies.STUDIES.values():
+        assert study.comparisons
+        assert {arm for pair in study.comparisons for arm in pair} <= study.arms.keys()
+        assert len(set(study.comparisons)) == len(study.comparisons)
 
 
 def test_results_page_shows_the_kept_rows():
