@@ -598,9 +598,10 @@ commit; older ones have none, and may come from several versions of the code."""
 ON_A_GPU = """## SmolLM2-135M on GSM8K
 
 `python -m tests.benchmarks.gsm8k --model SmolLM2-135M-Instruct --data GSM8K --rollouts 36`: the model is first trained
-on GSM8K's solutions (three epochs, a minute). Then three arms train it with the settings of `configs/papers/a_gsm8k.yaml`,
-except for those the script lists: 36 rollouts of 28 × 16 completions each, six runs at a time on one H200 in eight
-minutes. Pass@1 is over GSM8K's whole test set, four samples per problem at temperature 0.7; it was 0.053 before:
+on GSM8K's solutions (three epochs, a minute). Then three arms train it with the settings of
+`configs/papers/a_gsm8k.yaml`, except for those the script lists: 36 rollouts of 28 × 16 completions each, six runs at a
+time on one H200 in eight minutes. Pass@1 is over GSM8K's whole test set, four samples per problem at temperature 0.7;
+it was 0.053 before:
 
 {gsm8k}
 
