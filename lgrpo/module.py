@@ -89,8 +89,10 @@ class GRPOModule(L.LightningModule):
     def policy_logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return log π_θ of a batch's tokens as ``training_step`` computes it, on the batch's device."""
         device = self.trainer.strategy.root_device  # with FSDPStrategy self.device is the CPU
+        kept = None if batch.kept is None else (batch.kept[0].to(device), batch.kept[1].to(device))
+        tokens, mask = batch.tokens.to(device), batch.completion_mask.to(device)
         with self.trainer.precision_plugin.forward_context():
-            logprobs, _ = self.policy(batch.tokens.to(device), batch.completion_mask.to(device), batch.temperature)
+            logprobs, _ = self.policy(tokens, mask, batch.temperature, kept=kept)
         return logprobs.to(batch.tokens.device)
 
     def policy_weights(self) -> PolicyWeights:
@@ -199,6 +201,7 @@ class GRPOModule(L.LightningModule):
             batch.temperature,
             self.loss.needs_entropy_gradient,
             self._teacher_divergence(batch),
+            batch.kept,
         )
         policy, entropy, teacher_kl = found if len(found) == 3 else (*found, None)
         reference = None if self.reference is None else self._reference_logprobs(self.reference, batch)

@@ -12,6 +12,8 @@ from heapq import heappop, heappush
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from lgrpo.kept import Kept
+
 if TYPE_CHECKING:  # reward workers start in a tenth of the time without them
     from torch import Tensor
 
@@ -68,6 +70,8 @@ class Completion:
     """Number of the sync that loaded those weights: the key into the engine's ledger."""
     earlier: tuple[Span, ...] = ()
     """Its first tokens, if these were sampled from earlier weights."""
+    kept: Kept | None = None
+    """Tokens that could have been drawn at each position; None if none was dropped, or they were not asked for."""
     reward: float | None = None
     """Recorded score; None if the completion still has to be scored."""
     observed: tuple[tuple[int, int], ...] = ()
@@ -168,6 +172,11 @@ class RolloutBatch:
     """[B] bool: episodes that a failure of their environment ended; None without an environment."""
     zero_variance: Tensor | None = None
     """[B] bool: completions of groups whose rewards are all equal, set with the advantages."""
+    kept_ids: Tensor | None = None
+    """[B, K] int32: tokens that could have been drawn, position after position of a row, then padding; None if sampling
+    dropped no token."""
+    kept_counts: Tensor | None = None
+    """[B, T] int32: number of ``kept_ids`` that belong to each token; 0 if none was dropped there."""
     totals: StepTotals = field(default_factory=StepTotals)
     """Denominators of the optimizer step, set when the masks are final."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -186,6 +195,11 @@ class RolloutBatch:
     def is_recorded(self) -> Tensor:
         """[B] bool: completions that were not sampled by a policy of this run."""
         return self.first_step == RECORDED
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor] | None:
+        """``kept_ids`` and ``kept_counts``; None if sampling dropped no token."""
+        return None if self.kept_ids is None or self.kept_counts is None else (self.kept_ids, self.kept_counts)
 
     @property
     def token_steps(self) -> Tensor:
@@ -253,6 +267,9 @@ class RolloutBatch:
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
                 chosen[f.name] = value[rows, :width] if value.ndim == 2 else value[rows]
+        if self.kept is not None:
+            ids, counts = self.kept
+            chosen["kept_ids"] = ids[rows, : int(counts[rows].sum(1).max())]
         return replace(self, **chosen)
 
     def split(self, num_micro_batches: int) -> list[RolloutBatch]:

@@ -11,7 +11,7 @@ import lgrpo
 
 ROOT = Path(lgrpo.__file__).parent
 LAYERS = [
-    {"types", "weights", "checks"},
+    {"types", "kept", "weights", "checks"},
     {"functional", "run"},
     {"metrics", "rewards", "environments"},
     {"advantages", "losses", "teachers", "policy", "engines", "hooks", "tasks"},

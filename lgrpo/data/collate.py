@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from lgrpo.data.kept import concatenated_kept, kept_of, kept_tensors
 from lgrpo.engines import Sampling, completion_text
 from lgrpo.rewards import FailedScore, NotYet, Score, SumScore
 from lgrpo.types import MIN_WIDTH, Completion, Prompt, RolloutBatch, Span
@@ -52,6 +53,7 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
     for row, completion in enumerate(completions):
         for start, stop in completion.observed:
             completion_mask[row, starts[row] + start : starts[row] + stop] = False
+    kept_ids, kept_counts = kept_tensors(prompts, completions, width)
     return RolloutBatch(
         tokens=torch.from_numpy(tokens),
         attention_mask=attention_mask,
@@ -64,6 +66,8 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
         episode_failed=_episode_failed(completions),
         advantages=torch.zeros(size, width),
         behaviour_step=_behaviour_steps(completions, starts, width),
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
         positions=torch.tensor([p.position for p in prompts]),
         truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
         failed=torch.tensor(
@@ -131,10 +135,13 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         parts = [getattr(batch, f.name) for batch in batches]
         if f.name == "behaviour_step" and has_spans:
             parts = [batch.token_steps for batch in batches]
+        if f.name in ("kept_ids", "kept_counts"):
+            continue
         if any(part is None for part in parts):
             tensors[f.name] = None
         elif isinstance(parts[0], Tensor):
             tensors[f.name] = torch.cat([pad(p, (0, width - p.shape[1])) if p.ndim == 2 else p for p in parts])
+    tensors["kept_ids"], tensors["kept_counts"] = concatenated_kept(batches, width)
     return replace(batches[0], **tensors | {"rows": torch.arange(len(tensors["rows"]))})
 
 
@@ -158,6 +165,7 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
                 finish_reason="length" if bool(batch.truncated[row]) else "stop",
                 behaviour_step=spans[-1].step,
                 earlier=tuple(spans[:-1]),
+                kept=kept_of(batch, row),
                 observed=observed,
                 turn_rewards=None if rewards is None else tuple(rewards),
                 failure=("errors", "the environment failed") if failed else None,

@@ -19,10 +19,11 @@ from lgrpo.data.difficulty import Difficulty, DifficultySampling
 from lgrpo.data.dynamic import DynamicSampling
 from lgrpo.data.episodes import connect_environment
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, check_names, skip_validation
+from lgrpo.data.kept import check_truncation
 from lgrpo.data.partial import PartialRollouts, checked_partial
 from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
 from lgrpo.data.prompts import Prompts, check_max_tokens, load_prompts
-from lgrpo.data.sampler import RolloutSampler, check_not_truncated
+from lgrpo.data.sampler import RolloutSampler
 from lgrpo.data.schedule import RolloutSchedule, check_lags, checked_overlap
 from lgrpo.data.scorer import Scorer
 from lgrpo.engines import RolloutEngine, Sampling, TransformersEngine
@@ -113,7 +114,7 @@ class RolloutDataModule(L.LightningDataModule):
             check_count(f"data.{name}", value, at_least=1)
         check_lags(max_lag, lead, reuse, self.engine)
         check_count("data.group_size", group_size, at_least=2, reason="advantages compare the completions of a group")
-        check_not_truncated(sampling)
+        check_truncation(sampling, self.engine)
         if difficulty is not None:
             difficulty.check(self.engine, dynamic_sampling is not None)
         self.num_prompts = num_prompts
@@ -182,7 +183,7 @@ class RolloutDataModule(L.LightningDataModule):
             tokenizer=self.tokenizer,
             num_prompts=self.num_prompts,
             group_size=self.group_size,
-            sampling=self.sampling,
+            sampling=self.sampling.with_kept(),
             seed=self.seed,
             dynamic=self.dynamic_sampling,
             rank=trainer.global_rank,
@@ -294,7 +295,7 @@ class RolloutDataModule(L.LightningDataModule):
         if evaluator is None:
             raise ValueError("there are no held-out prompts: the task has no validation set")
         self.schedule.wait()
-        batch = evaluator.held_out_rollout(num_prompts, self.group_size, self.sampling)
+        batch = evaluator.held_out_rollout(num_prompts, self.group_size, self.sampling.with_kept())
         self.schedule.rest_engine()
         return batch
 

@@ -11,6 +11,7 @@ import torch
 
 from lgrpo.checks import check_count
 from lgrpo.data.collate import Group
+from lgrpo.data.kept import packed_kept, unpacked_kept
 from lgrpo.data.scorer import GroupScores
 from lgrpo.engines import EngineError, RolloutEngine
 from lgrpo.engines.completions import Generation
@@ -267,6 +268,7 @@ def _packed(completion: Completion) -> dict[str, Any]:
         "behaviour_step": completion.behaviour_step,
         "version": completion.version,
         "earlier": [tuple(span) for span in completion.earlier],
+        "kept": packed_kept(completion.kept),
         "observed": completion.observed,
         "turn_rewards": completion.turn_rewards,
         "failure": completion.failure,
@@ -277,4 +279,5 @@ def _packed(completion: Completion) -> dict[str, Any]:
 def _unpacked(state: dict[str, Any]) -> Completion:
     tokens, logprobs = state["token_ids"].tolist(), state["logprobs"].tolist()
     earlier = tuple(Span(*span) for span in state["earlier"])
-    return Completion(**{**state, "token_ids": tokens, "logprobs": logprobs, "earlier": earlier})
+    kept = unpacked_kept(state.get("kept"))
+    return Completion(**{**state, "token_ids": tokens, "logprobs": logprobs, "earlier": earlier, "kept": kept})

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.data.collate import Group, collate_rollout, completions_of
 from lgrpo.data.dynamic import DynamicSampling, may_vary
 from lgrpo.data.episodes import episode_metrics
+from lgrpo.data.kept import kept_metrics
 from lgrpo.data.partial import PartialRollouts, PartialSampler
 from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
@@ -192,6 +193,8 @@ class RolloutSampler:
         completions = [completion for group in groups for completion in group.completions]
         if self.engine.has_turns:
             batch.metrics |= episode_metrics(completions)
+        if self.sampling.returns_kept:
+            batch.metrics |= kept_metrics(completions)
         if self._partial is not None or (self.pause is not None and self.pause.is_allowed):
             batch.metrics["rollout/continued_fraction"] = sum(bool(c.earlier) for c in completions) / len(completions)
         return batch
@@ -250,16 +253,6 @@ class RolloutSampler:
         start = time.perf_counter()
         yield
         self._seconds[stage] += time.perf_counter() - start
-
-
-def check_not_truncated(sampling: Sampling) -> None:
-    """Raise an error if tokens are left out of the draw when training."""
-    if sampling.is_truncated:
-        raise ValueError(
-            "data.sampling sets top_k, top_p or min_p: truncated sampling gives the dropped tokens no probability, so "
-            "π_θ/π_α is no longer a ratio of the policies. Sample the whole distribution when training, and truncate "
-            "in data.evaluation.sampling only"
-        )
 
 
 class _Stream:

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import get_args
 
 from lgrpo.rewards import BatchReward, FailedScore, Failure, Isolated, Score, Scoring, checked_rewards
@@ -43,7 +44,8 @@ class Scorer:
         recorded = [completion.reward for completion in completions]
         if all(reward is not None for reward in recorded):
             return [reward for reward in recorded if reward is not None]
-        scores = checked_rewards(self.reward, [prompt] * len(completions), completions)  # a reward may compare siblings
+        read = [c if c.kept is None else replace(c, kept=None) for c in completions]  # workers need not receive it
+        scores = checked_rewards(self.reward, [prompt] * len(completions), read)  # a reward may compare siblings
         return [score if kept is None else kept for score, kept in zip(scores, recorded, strict=True)]
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ class RolloutEngine(ABC):
     """Whether ``generate`` may run in another thread while the trainer updates (``data.overlap``)."""
     can_continue = False
     """Whether ``generate_part`` can leave completions unfinished and continue them from their tokens later."""
+    returns_kept: Literal["no", "with top_k", "yes"] = "no"
+    """Whether completions come with the tokens that could have been drawn if ``sampling.returns_kept``."""
     has_own_device = False
     """Whether it samples on devices that the trainer does not use, so that overlap costs no memory."""
     replays = False

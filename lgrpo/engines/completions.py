@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lgrpo.checks import check_count, check_range
 from lgrpo.engines.recovery import EngineFailure
+from lgrpo.kept import Kept, join_kept
 from lgrpo.types import Completion, Prompt, Span
 
 OnGroup: TypeAlias = Callable[[int, list[Completion]], None]
@@ -23,11 +24,12 @@ class Sampling:
     temperature: float = 1.0
     """Temperature of the softmax, above 0. Every log-probability of the run is taken at it."""
     top_k: int = 0
-    """Number of likeliest tokens to draw from; 0: all. For validation: truncated samples have no valid ratio."""
+    """Number of likeliest tokens to draw from; 0: all. When training, ratios are over the tokens drawn from."""
     top_p: float = 1.0
-    """Probability mass of the likeliest tokens to draw from; 1: all. For validation, like top_k."""
+    """Probability mass of the likeliest tokens to draw from; 1: all. When training with vLLM, set top_k too."""
     min_p: float = 0.0
-    """Lowest probability to draw from, as a share of the likeliest token's; 0: all. For validation, like top_k."""
+    """Lowest probability to draw from, as a share of the likeliest token's; 0: all. When training with vLLM, set top_k
+    too."""
     max_tokens: int = 256
     """Longest completion."""
     stop: list[str] | None = None
@@ -46,6 +48,24 @@ class Sampling:
     def is_truncated(self) -> bool:
         """Whether tokens are left out of the draw."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def returns_kept(self) -> bool:
+        """Whether completions come with the tokens that could have been drawn (``Completion.kept``)."""
+        return False
+
+    def with_kept(self) -> Sampling:
+        """Return settings for completions to train on: with ``kept``, if tokens are left out of the draw."""
+        return _KeptSampling(**{f.name: getattr(self, f.name) for f in fields(self)}) if self.is_truncated else self
+
+
+@dataclass(kw_only=True, frozen=True)
+class _KeptSampling(Sampling):
+    """A class of its own, so that the choice is no setting of users, and survives ``replace`` and pipes."""
+
+    @property
+    def returns_kept(self) -> bool:
+        return True
 
 
 @dataclass(slots=True)
@@ -126,26 +146,31 @@ class Generation:
         logprobs: list[float],
         finish_reason: str | None,
         begun: Completion | None = None,
+        kept: Kept | None = None,
     ) -> Completion:
         """Return a sampled completion, cut after the first stop string; raise an ``EngineFailure`` if incomplete.
 
         ``begun`` is the part that the tokens continue. In a partial generation a completion without a finish reason is
-        unfinished.
+        unfinished. ``kept`` is required if ``sampling.returns_kept``.
         """
         if finish_reason not in ("stop", "length") and not (finish_reason is None and self.is_partial):
             raise EngineFailure(f"a completion was aborted ({finish_reason}) after {len(token_ids)} tokens")
         if len(logprobs) != len(token_ids):
             raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
+        if self.sampling.returns_kept and len(kept or ()) != len(token_ids):
+            raise EngineFailure(f"a completion of {len(token_ids)} tokens came with {len(kept or ())} sets of them")
         earlier: tuple[Span, ...] = ()
         step, version = self.step, self.version
         if begun is not None and begun.token_ids:
             if not token_ids:  # it may be finished all the same
                 step, version = begun.behaviour_step, begun.version
             earlier = begun.earlier if begun.version == version else begun.spans
+            kept = join_kept((len(begun.token_ids), begun.kept), (len(token_ids), kept))
             token_ids, logprobs = begun.token_ids + token_ids, begun.logprobs + logprobs
         stop, tokenizer = self.sampling.stop, self.tokenizer
         if (length := _length_with_stop(token_ids, stop or [], tokenizer)) is not None:
             token_ids, logprobs, finish_reason = token_ids[:length], logprobs[:length], "stop"
+            kept = None if kept is None else kept.first(length)
         is_finished = finish_reason is not None
         return Completion(
             token_ids=token_ids,
@@ -155,6 +180,7 @@ class Generation:
             behaviour_step=step,
             version=version,
             earlier=earlier,
+            kept=kept,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from lgrpo.environments.base import Observation, TurnError
 from lgrpo.environments.episodes import EpisodeFailure
 from lgrpo.functional.random import stream_seed
+from lgrpo.kept import Kept, join_kept
 from lgrpo.types import Completion, Prompt, Span
 
 
@@ -26,6 +27,8 @@ class Episode:
     prompt: Prompt
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: Kept | None = None
+    """Tokens that could have been drawn at each position; none where the environment wrote a token."""
     observed: list[tuple[int, int]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     """Its tokens by the weights that sampled them; observed tokens belong to the turn before them."""
@@ -65,6 +68,7 @@ class Episode:
             behaviour_step=last.step,
             version=last.version,
             earlier=tuple(earlier),
+            kept=self.kept if part is None else self._kept_with(len(part.token_ids), part.kept),
             observed=tuple(self.observed),
             turn_rewards=tuple(self.rewards),
             failure=None if self.failure is None else (self.failure.kind, str(self.failure)),
@@ -79,6 +83,7 @@ class Episode:
 
     def add_turn(self, turn: Completion) -> None:
         """Add a sampled turn, which includes the ``part`` that it began with."""
+        self.kept = self._kept_with(len(turn.token_ids), turn.kept)
         self.token_ids = self.token_ids + turn.token_ids
         self.logprobs = self.logprobs + turn.logprobs
         self.spans = merged([*self.spans, *turn.spans])
@@ -91,11 +96,16 @@ class Episode:
     def add_observation(self, token_ids: list[int]) -> None:
         """Add the tokens of an observation."""
         start, stop = len(self.token_ids), len(self.token_ids) + len(token_ids)
+        self.kept = self._kept_with(len(token_ids), None)
         self.token_ids = self.token_ids + token_ids
         self.logprobs = self.logprobs + [0.0] * len(token_ids)
         self.observed.append((start, stop))
         last = self.spans[-1]
         self.spans = merged([*self.spans, last._replace(num_tokens=len(token_ids))])
+
+    def _kept_with(self, num_tokens: int, kept: Kept | None) -> Kept | None:
+        """Return ``kept`` with that of further tokens."""
+        return join_kept((len(self.token_ids), self.kept), (num_tokens, kept))
 
 
 def merged(spans: list[Span]) -> list[Span]:

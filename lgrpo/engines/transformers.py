@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, final
@@ -24,6 +25,7 @@ from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.manifest import WeightManifest, WeightSyncError
 from lgrpo.engines.recovery import EngineError, NoWeightsError
 from lgrpo.functional import named_checksums, stream_uniform
+from lgrpo.kept import Kept
 from lgrpo.types import Completion
 from lgrpo.weights import PolicyWeights
 
@@ -37,6 +39,7 @@ class TransformersEngine(RolloutEngine):
 
     can_overlap = True
     can_continue = True
+    returns_kept = "yes"
 
     def __init__(
         self,
@@ -221,12 +224,14 @@ def _decode(
     siblings = torch.tensor([row.sibling for row in rows], device=device)
     begun_lengths = torch.tensor([len(row.begun.token_ids) for row in rows], device=device)
     most = sampling.max_tokens - begun_lengths  # tokens that each row may still have
+    all_kept = [Kept(token_ids=array("i"), counts=array("i")) for _ in rows] if sampling.returns_kept else None
 
     def finish(row: int, length: int, reason: str | None) -> None:
         """Set the completion of a row that has ``length`` new tokens."""
         index, sibling, begun = rows[row]
         new = all_tokens[row, :length].tolist(), all_logprobs[row, :length].tolist()
-        groups[index][sibling] = generation.completion(*new, reason, begun)
+        kept = None if all_kept is None else all_kept[row].first(length)  # rows that have ended may be decoded on
+        groups[index][sibling] = generation.completion(*new, reason, begun, kept)
 
     for t in range(int(most.max())):
         between_steps()
@@ -235,8 +240,11 @@ def _decode(
         if t % _BLOCK == 0:  # drawing for one token takes as long as for a block
             ahead = begun_lengths[alive, None] + torch.arange(t, t + _BLOCK, device=device)
             uniform = stream_uniform(generation.seed, prompt_positions[alive, None], siblings[alive, None], ahead)
-        drawn, logprobs = draw(logits.float(), sampling, uniform[:, t % _BLOCK])
+        distribution = log_distribution(logits.float(), sampling)
+        drawn, logprobs = draw(distribution, uniform[:, t % _BLOCK])
         all_tokens[alive, t], all_logprobs[alive, t] = drawn, logprobs
+        if all_kept is not None:
+            _add_kept([all_kept[row] for row in alive.tolist()], distribution)
         stops = is_open & _stops(all_tokens[:, : t + 1], alive, rows, sampling.stop or [], tokenizer, eos)
         ends = is_open & (stops | (most[alive] == t + 1))
         for row, has_stopped in zip(alive[ends].tolist(), stops[ends].tolist(), strict=True):
@@ -267,24 +275,42 @@ def _decode(
         generation.leave(index, group)
 
 
-def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw tokens [B] from logits [B, V] by inverse transform; return them and their (truncated) log-probabilities."""
+def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return log-probabilities [B, V] of the distribution that tokens are drawn from; -inf for those left out."""
     logprobs = torch.log_softmax(logits if sampling.temperature == 1 else logits / sampling.temperature, dim=-1)
-    if sampling.is_truncated:
-        ordered, order = logprobs.sort(dim=-1, descending=True)
-        keep = ordered.exp() >= sampling.min_p * ordered[:, :1].exp()
+    if not sampling.is_truncated:
+        return logprobs
+    ordered, order = logprobs.sort(dim=-1, descending=True)
+    keep = ordered.exp() >= sampling.min_p * ordered[:, :1].exp()
+    ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
+    if sampling.top_k:
+        keep[:, sampling.top_k :] = False
         ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
-        if sampling.top_k:
-            keep[:, sampling.top_k :] = False
-            ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
-        keep &= ordered.exp().cumsum(-1) - ordered.exp() < sampling.top_p  # the mass before a token is below top_p
-        keep[:, 0] = True
-        dropped = torch.empty_like(keep).scatter_(-1, order, ~keep)
-        logprobs = logprobs.masked_fill(dropped, -torch.inf).log_softmax(-1)
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    keep &= ordered.exp().cumsum(-1) - ordered.exp() < sampling.top_p  # the mass before a token is below top_p
+    keep[:, 0] = True
+    dropped = torch.empty_like(keep).scatter_(-1, order, ~keep)
+    return logprobs.masked_fill(dropped, -torch.inf).log_softmax(-1)
+
+
+def draw(distribution: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw tokens [B] from log-probabilities [B, V] by inverse transform; return them and their log-probabilities."""
+    cumulative = distribution.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniform.to(cumulative) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
+    tokens = tokens.clamp(max=distribution.shape[-1] - 1)
+    return tokens, distribution.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _add_kept(completions: Sequence[Kept], distribution: Tensor) -> None:
+    """Add the tokens that can be drawn from each row of log-probabilities [B, V] to the sets of a completion."""
+    is_kept = distribution > -torch.inf
+    sets = is_kept.nonzero()[:, 1].int().cpu().numpy()
+    counts = is_kept.sum(1).tolist()
+    start = 0
+    for kept, count in zip(completions, counts, strict=True):
+        kept.token_ids.frombytes(sets[start : start + count].tobytes())
+        kept.counts.append(count)
+        start += count
 
 
 def _stops(

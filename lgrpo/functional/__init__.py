@@ -24,6 +24,7 @@ from lgrpo.functional.improvement import (
     trust_region_penalty,
     trust_region_terms,
 )
+from lgrpo.functional.kept import KeptSets, kept_token_logprobs
 from lgrpo.functional.kl import KLEstimator, kl_divergence
 from lgrpo.functional.logprobs import chunked_token_logprobs, token_logprobs
 from lgrpo.functional.off_policy import (
@@ -77,6 +78,7 @@ __all__ = [
     "Direction",
     "Divergence",
     "KLEstimator",
+    "KeptSets",
     "RatioDenominator",
     "TeacherDivergence",
     "TopLogprobs",
@@ -109,6 +111,7 @@ __all__ = [
     "joined",
     "k2_of_ratio",
     "k3_of_ratio",
+    "kept_token_logprobs",
     "kl_divergence",
     "leave_one_out_mean",
     "log_mean_exp",

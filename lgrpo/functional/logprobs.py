@@ -11,26 +11,47 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from lgrpo.functional.kept import KeptSets, kept_token_logprobs
 from lgrpo.functional.teacher import TeacherDivergence
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy_gradient: bool = False, compile: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    compile: bool = False,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-softmax(logits / T) at the targets, and the entropy of the distribution; float32, shape of targets.
 
     The entropy has a gradient only with ``entropy_gradient``. With ``compile`` a pass over the logits is one kernel.
+    With ``kept`` both are of the distribution over each token's set, where that is not empty.
 
     >>> logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
     >>> logprobs, entropy = token_logprobs(logits, torch.tensor([1]))
     >>> logprobs.exp(), entropy
     (tensor([0.2500]), tensor([1.0397]))
     """
+    if kept is not None:
+        return _over_sets(logits, targets, temperature, entropy_gradient, compile, kept)
     if not entropy_gradient:
         return _TokenLogprobs.apply(logits, targets, temperature, compile)
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _over_sets(
+    logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool, compile: bool, kept: KeptSets
+) -> tuple[Tensor, Tensor]:
+    """Return ``token_logprobs`` with sets, of which some may be empty."""
+    logprobs, entropy = kept_token_logprobs(logits, targets, kept, temperature)
+    is_whole = kept.counts == 0
+    if bool(is_whole.any()):
+        whole = token_logprobs(logits[is_whole], targets[is_whole], temperature, entropy_gradient, compile)
+        logprobs, entropy = logprobs.masked_scatter(is_whole, whole[0]), entropy.masked_scatter(is_whole, whole[1])
+    return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -102,6 +123,7 @@ def chunked_token_logprobs(
     entropy_gradient: bool = False,
     compile: bool = False,
     divergence: TeacherDivergence | None = None,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, ...]:
     """Return ``token_logprobs(head(hidden), targets)`` for hidden [N, H], with logits of one chunk at a time.
 
@@ -116,9 +138,9 @@ def chunked_token_logprobs(
     True
     """
 
-    def chunk(h: Tensor, t: Tensor, *teacher: Tensor) -> tuple[Tensor, ...]:
+    def chunk(own: KeptSets | None, h: Tensor, t: Tensor, *teacher: Tensor) -> tuple[Tensor, ...]:
         logits = head(h)
-        found = token_logprobs(logits, t, temperature, entropy_gradient, compile)
+        found = token_logprobs(logits, t, temperature, entropy_gradient, compile, own)
         return found if divergence is None else (*found, divergence.of(logits, *teacher))
 
     whole, rest = divmod(len(hidden), chunk_size)
@@ -127,7 +149,8 @@ def chunked_token_logprobs(
         return (hidden.sum(-1).float(), empty) if divergence is None else (hidden.sum(-1).float(), empty, empty)
     inputs = hidden, targets, *(() if divergence is None else divergence.teacher.tensors())
     sizes = [rest] * bool(rest) + [chunk_size] * whole
-    *others, last = zip(*(tensor.split(sizes) for tensor in inputs), strict=True)
+    sets = [None] * len(sizes) if kept is None else kept.split(sizes)
+    *others, last = zip(sets, *(tensor.split(sizes) for tensor in inputs), strict=True)
     recomputed = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
     pieces = [*(recomputed(*other) for other in others), chunk(*last)]
     return tuple(torch.cat(found) for found in zip(*pieces, strict=True))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lgrpo.checks import check_count, check_range
-from lgrpo.functional import TeacherDivergence, chunked_token_logprobs, combined_checksum, named_checksums
+from lgrpo.functional import KeptSets, TeacherDivergence, chunked_token_logprobs, combined_checksum, named_checksums
 from lgrpo.policy import adapters, fsdp1
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
@@ -198,11 +198,13 @@ class CausalPolicy(nn.Module):
         temperature: float,
         entropy_gradient: bool = False,
         divergence: TeacherDivergence | None = None,
+        kept: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return log π(token) and the entropy of its distribution, [B, T] float32, 0 outside ``completion_mask``.
 
-        With ``divergence``, whose tokens are those of ``completion_mask`` row after row, it comes third. Each row is a
-        prompt, its completion, then padding.
+        With ``divergence``, whose tokens are those of ``completion_mask`` row after row, it comes third. With ``kept``
+        (``RolloutBatch.kept``) the distributions are those over the kept tokens. Each row is a prompt, its completion,
+        then padding.
         """
         with whole_layers() if self.compile_layers else nullcontext():
             hidden = predicting_states(self.model, tokens, completion_mask, is_packed(self.attention))
@@ -215,6 +217,7 @@ class CausalPolicy(nn.Module):
             entropy_gradient,
             compile=self.compile_layers and hidden.is_cuda,
             divergence=divergence,
+            kept=None if kept is None else KeptSets.of(*kept, completion_mask),
         )
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         return tuple(empty.masked_scatter(completion_mask, values) for values in found)

@@ -21,9 +21,9 @@ class AdapterReference:
     def __init__(self, policy: CausalPolicy) -> None:
         self._policy = policy
 
-    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         with adapters.as_reference(self._policy.model):
-            return self._policy(*arguments)
+            return self._policy(*arguments, **named)
 
     def weights(self) -> PolicyWeights:
         """Return the weights by their Hugging Face names."""
@@ -68,7 +68,7 @@ class ReferenceLogprobs:
         key = (batch.rollout, *batch.rows.tolist())
         if key not in self._cached:
             with torch.no_grad():
-                logprobs, _ = reference(batch.tokens, batch.completion_mask, batch.temperature)
+                logprobs, _ = reference(batch.tokens, batch.completion_mask, batch.temperature, kept=batch.kept)
             current = {k: v for k, v in self._cached.items() if k[0] == batch.rollout}
             self._cached = current | {key: logprobs}
         return self._cached[key]

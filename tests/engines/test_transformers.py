@@ -10,7 +10,7 @@ import torch
 from lgrpo import Prompt, Sampling, TransformersEngine
 from lgrpo.engines import NoWeightsError, WeightSyncError
 from lgrpo.engines.completions import Generation
-from lgrpo.engines.transformers import draw
+from lgrpo.engines.transformers import draw, log_distribution
 from lgrpo.weights import PolicyWeights
 from tests.engines.partial import check_continued
 from tests.helpers import tiny_policy
@@ -85,7 +85,7 @@ def test_truncation_keeps_the_likeliest_and_renormalises():
     uniform = torch.linspace(0, 0.9999, 1000).double()
 
     def kept(**settings):
-        tokens, logprobs = draw(logits, Sampling(**settings), uniform)
+        tokens, logprobs = draw(log_distribution(logits, Sampling(**settings)), uniform)
         chances = dict(zip(tokens.tolist(), logprobs.exp().tolist(), strict=True))
         return {token: round(chance, 3) for token, chance in sorted(chances.items())}
 
@@ -101,7 +101,8 @@ def test_truncation_keeps_the_likeliest_and_renormalises():
 
 def test_impossible_token_is_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
-    tokens, _ = draw(logits, Sampling(), torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
+    uniform = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    tokens, _ = draw(log_distribution(logits, Sampling()), uniform)
     assert tokens.tolist() == [1, 3, 3]
 
 

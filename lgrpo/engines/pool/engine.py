@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import TypeVar, final
+from typing import Literal, TypeVar, final
 
 import torch
 from safetensors.torch import load_file
@@ -93,6 +93,11 @@ class EnginePool(RolloutEngine):
     def can_continue(self) -> bool:  # type: ignore[override]
         """Whether the engine of its processes can."""
         return self.engine.can_continue
+
+    @property
+    def returns_kept(self) -> Literal["no", "with top_k", "yes"]:  # type: ignore[override]
+        """Whether the engine of its processes does."""
+        return self.engine.returns_kept
 
     def check_installed(self) -> None:
         self.engine.check_installed()
