@@ -126,6 +126,8 @@ class RolloutRecorder(RolloutCallback):
                     "observed": [{"start": start, "stop": stop} for start, stop in completion.observed] or None,
                     "turn_rewards": completion.turn_rewards,
                     "episode_failed": None if completion.turn_rewards is None else completion.failure is not None,
+                    "kept_token_ids": None if completion.kept is None else completion.kept.token_ids.tolist(),
+                    "kept_counts": None if completion.kept is None else completion.kept.counts.tolist(),
                 }
             )
         return rows

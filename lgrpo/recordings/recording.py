@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import warnings
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
+from lgrpo.kept import Kept
 from lgrpo.rewards import FailedScore
 from lgrpo.run.atomic import replaced
 from lgrpo.run.resume import chat_template_fingerprint, vocabulary_fingerprint
@@ -50,15 +52,18 @@ SCHEMA = pa.schema(
         ("observed", pa.list_(pa.struct([("start", pa.int32()), ("stop", pa.int32())]))),
         ("turn_rewards", pa.list_(pa.float32())),
         ("episode_failed", pa.bool_()),
+        # of truncated sampling: tokens that could have been drawn, and how many of them belong to each of token_ids
+        ("kept_token_ids", pa.list_(pa.int32())),
+        ("kept_counts", pa.list_(pa.int32())),
     ]
 )
 """Schema of a recording. Files of other programs need only ``prompt`` and ``completion``."""
 
 _KEY = b"lgrpo"
 _FORMAT = 1
-_EPISODES = ("observed", "turn_rewards", "episode_failed")
-"""Columns that only episodes have."""
-_ADDED = ("spans", *_EPISODES)
+_OPTIONAL = ("observed", "turn_rewards", "episode_failed", "kept_token_ids", "kept_counts")
+"""Columns that only episodes or completions of truncated sampling have."""
+_ADDED = ("spans", *_OPTIONAL)
 """Columns that older recordings do not have."""
 _LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "finish_reason"}
 """Columns that hold lists over all siblings of a prompt, and their names for one completion."""
@@ -133,7 +138,7 @@ class Recording:
     def fingerprint(self) -> str:
         """Fingerprint of the whole table."""
         digest = hashlib.sha256()
-        unused = [name for name in _EPISODES if self.table[name].null_count == len(self.table)]
+        unused = [name for name in _OPTIONAL if self.table[name].null_count == len(self.table)]
         for batch in self.table.drop_columns(unused).combine_chunks().to_batches():  # as before there were such columns
             digest.update(batch.serialize())
         return digest.hexdigest()[:16]
@@ -215,7 +220,14 @@ def _completion(row: Mapping[str, Any], keeps_reward: bool) -> Completion:
         observed=observed,
         turn_rewards=None if row["turn_rewards"] is None else tuple(row["turn_rewards"]),
         failure=("errors", "its environment failed when it was recorded") if row["episode_failed"] else None,
+        kept=_kept(row["kept_token_ids"], row["kept_counts"]),
     )
+
+
+def _kept(token_ids: list[int] | None, counts: list[int] | None) -> Kept | None:
+    if token_ids is None or counts is None:
+        return None
+    return Kept(token_ids=array("i", token_ids), counts=array("i", counts))
 
 
 def _model_of(metadata: Mapping[str, Any]) -> str:

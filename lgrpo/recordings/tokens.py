@@ -27,12 +27,20 @@ def check_sampling(recording: Recording, sampling: Sampling) -> None:
                 f"data.sampling.temperature is {sampling.temperature}: set it to the same"
             )
         everything = {"top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0)}
-        if truncated := [name for name, values in everything.items() if recorded.get(name) not in values]:
+        truncated = [name for name, values in everything.items() if recorded.get(name) not in values]
+        if truncated and (lacking := _num_without_kept(recording)):
             raise ValueError(
-                f"{recording.name} was sampled with {', '.join(f'{name} {recorded[name]}' for name in truncated)}: its "
-                "log-probabilities are not those of a whole distribution, so there is no ratio to them. Remove the "
-                "column logprobs and choose a loss that needs none, such as configs/algorithms/asymre.yaml"
+                f"{recording.name} was sampled with {', '.join(f'{name} {recorded[name]}' for name in truncated)}, and "
+                f"{lacking} completions have log-probabilities without the tokens that could have been drawn "
+                "(kept_token_ids and kept_counts, which RolloutRecorder writes), so there is no ratio to them. Remove "
+                "the column logprobs and choose a loss that needs none, such as configs/algorithms/asymre.yaml"
             )
+
+
+def _num_without_kept(recording: Recording) -> int:
+    """Return the number of completions that have log-probabilities, but not the tokens that could have been drawn."""
+    lengths, sets = pc.list_value_length(recording.table["logprobs"]), recording.table["kept_counts"]
+    return pc.sum(pc.and_(pc.greater(pc.fill_null(lengths, 0), 0), pc.is_null(sets))).as_py() or 0
 
 
 def tokenised(recording: Recording, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> pa.Table:

@@ -42,6 +42,7 @@ class VLLMServerEngine(RolloutEngine):
 
     can_overlap = True
     can_continue = True
+    returns_kept = "with top_k"
     has_own_device = True
     follows_precision = True
 

@@ -17,6 +17,7 @@ from lgrpo.engines.recovery import EngineError, Timeouts
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.transfer.base import WeightTransfer
 from lgrpo.engines.servers.transfer.nccl import check_separate_gpus
+from lgrpo.engines.vllm.kept import MAX_LOGPROBS
 from lgrpo.engines.vllm.runtime import BATCH_INVARIANT, WHOLE_PROMPTS, check_batch_invariance, import_vllm
 
 LOGPROBS_MODE = "processed_logprobs"
@@ -113,6 +114,7 @@ class ServerLauncher:
             "tensor_parallel_size": self.tensor_parallel_size,
             "enforce_eager": self.is_on_cpu,
             "logprobs_mode": LOGPROBS_MODE,
+            "max_logprobs": MAX_LOGPROBS,
             "generation_config": "vllm",
             "worker_extension_cls": WORKER_EXTENSION,
             "middleware": "lgrpo.engines.servers.client.RequireKey",

@@ -16,6 +16,7 @@ from lgrpo.engines.completions import Generation
 from lgrpo.engines.recovery import EngineError, EngineFailure
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.group import ServedModel
+from lgrpo.engines.vllm.kept import from_answer
 from lgrpo.engines.vllm.requests import request_fields, request_seed
 from lgrpo.types import Completion
 
@@ -95,6 +96,7 @@ class ServerRequests:
             "prompt": generation.prompts[index].token_ids + token_ids,
             "seed": request_seed(generation, index, sibling, len(token_ids)) if model.is_seeded else None,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": bool(fields["logprobs"]),
             "cache_salt": f"v{generation.version}",
             "request_id": number,
         }
@@ -102,6 +104,13 @@ class ServerRequests:
             self._open[number] = server
         try:
             choices = server.call("POST", "/v1/completions", self._timeout, json=body)["choices"]
+        except EngineError as error:
+            if not isinstance(error, EngineFailure) and "logprobs" in str(error):
+                raise EngineError(
+                    f"the vLLM server at {server.url} does not return {fields['logprobs']} log-probabilities for each "
+                    f"token: start it with --max-logprobs {fields['logprobs']}, or lower data.sampling.top_k ({error})"
+                ) from error
+            raise
         finally:
             with self._lock:
                 del self._open[number]
@@ -112,8 +121,9 @@ class ServerRequests:
         reason, logprobs = choice["finish_reason"], choice["logprobs"]
         if reason == "abort" and self._generation.is_enough:
             reason = None
-        known = [] if logprobs is None else logprobs["token_logprobs"]
-        return self._generation.completion(choice["token_ids"] or [], known, reason, begun)
+        token_ids = choice["token_ids"] or []
+        found, kept = ([], None) if logprobs is None else from_answer(token_ids, logprobs, self._shared["logprobs"])
+        return self._generation.completion(token_ids, found, reason, begun, kept)
 
     def _abort(self) -> None:
         """Ask servers to answer the open requests with the tokens so far."""

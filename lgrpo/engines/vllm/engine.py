@@ -18,6 +18,7 @@ from lgrpo.engines.processes import has_other_ranks
 from lgrpo.engines.recovery import RESUME_ADVICE, EngineError, EngineFailure, FailureBudget, Faults, Timeouts
 from lgrpo.engines.vllm.adapter import adapter_flags
 from lgrpo.engines.vllm.embedded import EmbeddedLLM
+from lgrpo.engines.vllm.kept import MAX_LOGPROBS
 from lgrpo.engines.vllm.layout import checksums, engine_layout
 from lgrpo.engines.vllm.loaders import AdapterLoader, WeightLoader, WholeLoader
 from lgrpo.engines.vllm.requests import Requests
@@ -48,6 +49,7 @@ class VLLMEngine(RolloutEngine):
 
     follows_precision = True
     can_continue = True
+    returns_kept = "with top_k"
 
     def __init__(
         self,
@@ -255,6 +257,7 @@ class VLLMEngine(RolloutEngine):
             "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
             "enforce_eager": self._on_cpu if self.enforce_eager is None else self.enforce_eager,
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": MAX_LOGPROBS,
             "enable_sleep_mode": self._sleeps and not self._on_cpu,
             "disable_log_stats": True,
         }

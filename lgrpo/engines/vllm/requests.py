@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from lgrpo.engines.completions import Generation
+from lgrpo.engines.vllm.kept import from_flat, num_likeliest
 from lgrpo.functional import stream_seed
 from lgrpo.types import Completion
 
@@ -23,7 +24,7 @@ def request_fields(generation: Generation, config: PretrainedConfig) -> dict[str
         "min_p": sampling.min_p,
         "repetition_penalty": 1.0,
         "max_tokens": sampling.max_tokens,
-        "logprobs": 0,
+        "logprobs": num_likeliest(sampling, config),
         "stop_token_ids": generation.stop_ids(config),
     }
 
@@ -85,21 +86,26 @@ class Requests:
 
     def keep(self, number: int, outputs: Sequence[Any]) -> None:
         """Take vLLM's answer to a request; a group is passed on when it is whole."""
-        answers = [(list(a.token_ids), a.logprobs.logprobs, a.finish_reason) for a in outputs]
         generation, (index, sibling) = self.generation, self._asked[number]
         if not generation.is_partial:
-            generation.keep(index, [generation.completion(*answer) for answer in answers])
+            generation.keep(index, [self._completion(a.token_ids, a.logprobs, a.finish_reason) for a in outputs])
             return
-        group = self._groups[index]
-        group[sibling] = generation.completion(*answers[0], group[sibling])
+        group, (a, *_) = self._groups[index], outputs
+        group[sibling] = self._completion(a.token_ids, a.logprobs, a.finish_reason, group[sibling])
         if all(completion.finish_reason is not None for completion in group):
             generation.keep(index, self._groups.pop(index))
 
-    def leave(self, number: int, token_ids: list[int], logprobs: list[float]) -> None:
-        """Take the tokens of a completion that is not finished."""
+    def leave(self, number: int, token_ids: Sequence[int], logprobs: Any) -> None:
+        """Take the tokens of a completion that is not finished, and vLLM's log-probabilities."""
         index, sibling = self._asked[number]
         group = self._groups[index]
-        group[sibling] = self.generation.completion(token_ids, logprobs, None, group[sibling])
+        group[sibling] = self._completion(token_ids, logprobs, None, group[sibling])
+
+    def _completion(
+        self, token_ids: Sequence[int], logprobs: Any, reason: str | None, begun: Completion | None = None
+    ) -> Completion:
+        found, kept = from_flat(token_ids, logprobs, self._shared["logprobs"])
+        return self.generation.completion(list(token_ids), found, reason, begun, kept)
 
     def finish(self) -> None:
         """Pass on the groups that are not whole."""

@@ -142,7 +142,7 @@ def answer_all(
                 states = engine.output_processor.request_states
                 for name, state in states.items():
                     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-                    requests.leave(numbers[name.split("-")[0]], list(tokens), list(logprobs.logprobs))
+                    requests.leave(numbers[name.split("-")[0]], tokens, logprobs)
                 finished += len(states)
                 engine.abort_request(list(states), internal=True)
         except BaseException:  # the next generation would wait for the requests that are left
