@@ -49,7 +49,7 @@ from tests.rewards.hostile import TooFew
         ({"trainer": {"accumulate_grad_batches": 17}}, r"16 completions .* = 17 micro-batches"),
         ({"data": {"sampling": Sampling(max_tokens=40)}}, "max_tokens is 40, but prompt and completion together"),
         ({"data": {"sampling": Sampling(max_tokens=30)}}, r"prompt 0 of the train set has 3 tokens, but only 2 fit"),
-        ({"data": {"sampling": Sampling(top_p=0.9)}}, r"no longer a ratio of the policies.*data\.evaluation\.sampling"),
+        ({"data": {"sampling": Sampling(top_p=0.9), "engine": VLLMEngine()}}, r"set data\.sampling\.top_k too"),
         ({"v": 3, "data": {"behaviour_logprobs": "policy"}}, r"period 3 most rollouts .* or set data\.generate_ahead"),
         ({"v": None, "data": {"behaviour_logprobs": "policy"}}, r"period null most rollouts .* Use 'engine'$"),
     ],

@@ -56,9 +56,8 @@ def kept_token_logprobs(
     def per_set(values: Tensor, reduce: str = "sum", empty: float = 0.0) -> Tensor:
         return torch.where(counts > 0, torch.segment_reduce(values, reduce, lengths=counts, unsafe=True), empty)
 
-    largest = per_set(chosen.detach(), "max")
-    weights = (chosen - largest[rows]).exp()
+    shifted = chosen - per_set(chosen.detach(), "max")[rows]
+    weights = shifted.exp()
     total = per_set(weights, empty=1.0)
-    normaliser = largest + total.log()
-    entropy = normaliser - per_set(weights * chosen) / total
-    return per_set(torch.where(token_ids == targets[rows], chosen, 0.0)) - normaliser, entropy
+    entropy = total.log() - per_set(weights * shifted) / total
+    return per_set(torch.where(token_ids == targets[rows], shifted, 0.0)) - total.log(), entropy
