@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lgrpo import (
-    CausalPolicy,
     ClippedLoss,
     Completion,
     LoRA,
@@ -27,15 +26,15 @@ from lgrpo.data.kept import check_truncation, kept_tensors
 from lgrpo.data.late import split_groups
 from lgrpo.data.partial import PartialRollouts
 from lgrpo.engines import EngineError, EnginePool, EnvironmentEngine, VLLMEngine, VLLMServerEngine
-from lgrpo.engines.transformers import log_distribution
 from lgrpo.kept import Kept
 from lgrpo.recordings import Recording
 from lgrpo.report import read_series
 from lgrpo.rewards import EnvironmentReward, Reward
 from lgrpo.tasks import SortDigits
 from tests.data.test_scoring import Late, sort_digits
+from tests.engines.kept import dense_distributions, sets_of, sharp_policy
 from tests.environments.diaries import Counting
-from tests.helpers import build, fit, largest_difference, tiny_policy
+from tests.helpers import build, fit, largest_difference
 from tests.test_in_flight import in_flight
 from tests.test_overlap import SaveEveryStep, SlowSteps
 from tests.test_partial import Weights, by_position, spans_of
@@ -51,40 +50,8 @@ TRUNCATIONS = {
 SAMPLING = Sampling(max_tokens=6, top_p=0.9)
 
 
-def sharp_policy(**settings) -> CausalPolicy:
-    """Return a policy whose distributions differ much from token to token, so that the sets do too."""
-    torch.manual_seed(2)
-    policy = tiny_policy(**settings)
-    policy.build()
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.mul_(3.0)
-    return policy
-
-
 def train(sampling=SAMPLING, data=None, **settings):
     return fit(**{"policy": sharp_policy(), "data": {"sampling": sampling} | (data or {})} | settings)
-
-
-@torch.no_grad()
-def dense_distributions(policy, batch, sampling):
-    """Return log-probabilities [B, T, V] that tokens are drawn from, by the whole logits of every row."""
-    logits = torch.zeros(*batch.tokens.shape, policy.num_logits)
-    for row, length in enumerate(batch.lengths.tolist()):
-        logits[row, 1:length] = policy.model(input_ids=batch.tokens[row : row + 1, :length]).logits[0, :-1]
-    return log_distribution(logits.flatten(0, 1), sampling).view(logits.shape)
-
-
-def sets_of(batch):
-    """Return the kept tokens [B, T, V] of every sampled token."""
-    ids, counts = batch.kept
-    mask = torch.zeros(*batch.tokens.shape, 13, dtype=torch.bool)
-    for row in range(len(batch)):
-        start = 0
-        for column, count in enumerate(counts[row].tolist()):
-            mask[row, column, ids[row, start : start + count].long()] = True
-            start += count
-    return mask
 
 
 def check_sets(run, weights, sampling):

@@ -286,7 +286,8 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_k:
         keep[:, sampling.top_k :] = False
         ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
-    keep &= ordered.exp().cumsum(-1) - ordered.exp() < sampling.top_p  # the mass before a token is below top_p
+    if sampling.top_p < 1:
+        keep &= ordered.exp().cumsum(-1) - ordered.exp() < sampling.top_p  # the mass before a token is below top_p
     keep[:, 0] = True
     dropped = torch.empty_like(keep).scatter_(-1, order, ~keep)
     return logprobs.masked_fill(dropped, -torch.inf).log_softmax(-1)

@@ -12,7 +12,8 @@ from lgrpo.engines import NoWeightsError, WeightSyncError
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.transformers import draw, log_distribution
 from lgrpo.weights import PolicyWeights
-from tests.engines.partial import check_continued
+from tests.engines.kept import check_kept
+from tests.engines.partial import SAMPLING, TRUNCATED, check_continued
 from tests.helpers import tiny_policy
 
 
@@ -204,10 +205,15 @@ def test_bad_sampling(settings, message):
         Sampling(**settings)
 
 
+@pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED])
 @pytest.mark.parametrize("max_sequences", [512, 6])
-def test_continued_completions(policy, engine, max_sequences):
+def test_continued_completions(policy, engine, max_sequences, sampling):
     engine.max_sequences = max_sequences
-    check_continued(engine, policy, prompts(policy, *TEXTS, "1>", "23>"), tolerance=1e-5)
+    check_continued(engine, policy, prompts(policy, *TEXTS, "1>", "23>"), tolerance=1e-5, sampling=sampling)
+
+
+def test_kept_tokens(policy, engine):
+    check_kept(policy, engine, prompts(policy, *TEXTS), tolerance=1e-5)
 
 
 def test_stop_strings_across_a_continuation(policy, engine):

@@ -24,7 +24,8 @@ from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.launch import check_logprobs_mode
 from tests.engines.conftest import build_policy
 from tests.engines.episodes import check_continued_episodes, check_episodes
-from tests.engines.partial import check_continued
+from tests.engines.kept import check_kept
+from tests.engines.partial import SAMPLING, TRUNCATED, check_continued
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
 from tests.environments.diaries import Uneven
 from tests.helpers import fit, tiny_policy
@@ -80,6 +81,18 @@ def test_copies_of_a_prompt_draw_from_different_streams(policy, engine):
     assert as_ids([first]) != as_ids([second])
 
 
+def test_kept_tokens(policy, engine):
+    check_kept(policy, engine, prompts(policy, *TEXTS), TOLERANCE)
+
+
+def test_a_server_that_returns_too_few_logprobs(policy, engine, monkeypatch):
+    monkeypatch.setattr("lgrpo.engines.vllm.requests.num_likeliest", lambda *_: 5000)
+    with pytest.raises(
+        EngineError, match=r"does not return 5000 log-probabilities .* start it with --max-logprobs 5000"
+    ):
+        engine.generate(prompts(policy, *TEXTS), 2, Sampling(top_k=4, max_tokens=6).with_kept(), 0, policy.tokenizer)
+
+
 def test_both_servers_are_used(policy, engine):
     before = [server.log.read_text().count("POST /v1/completions") for server in engine.group.servers]
     engine.generate(prompts(policy, *TEXTS * 4), 2, Sampling(max_tokens=8), 7, policy.tokenizer)
@@ -123,9 +136,10 @@ def slow(engine):
             yield engine
 
 
-def test_continued_completions(policy, slow):
+@pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED])
+def test_continued_completions(policy, slow, sampling):
     slow.load_weights(policy.weights(), step=3)
-    check_continued(slow, policy, prompts(policy, *TEXTS, *TEXTS), TOLERANCE)
+    check_continued(slow, policy, prompts(policy, *TEXTS, *TEXTS), TOLERANCE, sampling=sampling)
 
 
 def test_continued_episodes(policy, slow, tmp_path):

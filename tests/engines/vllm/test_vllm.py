@@ -21,7 +21,8 @@ from lgrpo.engines.vllm.runtime import explain
 from lgrpo.types import RECORDED
 from lgrpo.weights import PolicyWeights
 from tests.engines.episodes import check_continued_episodes, check_episodes
-from tests.engines.partial import check_continued
+from tests.engines.kept import batch_of, check_kept
+from tests.engines.partial import SAMPLING, TRUNCATED, check_continued
 from tests.helpers import MODEL, fit, largest_difference, tiny_policy
 
 pytest.importorskip("vllm")
@@ -157,8 +158,33 @@ def test_continued_episodes(policy, engine, tmp_path):
     check_continued_episodes(policy, engine, prompts(policy, *TEXTS), TOLERANCE, [3, 4], tmp_path)
 
 
-def test_continued_completions(policy, engine):
-    check_continued(engine, policy, prompts(policy, *TEXTS, LONG), TOLERANCE)
+@pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED])
+def test_continued_completions(policy, engine, sampling):
+    check_continued(engine, policy, prompts(policy, *TEXTS, LONG), TOLERANCE, sampling=sampling)
+
+
+def test_kept_tokens(policy, engine):
+    check_kept(policy, engine, prompts(policy, *TEXTS, LONG), TOLERANCE)
+
+
+def test_more_tokens_that_could_be_drawn_than_vllm_returns(policy, engine, monkeypatch):
+    """All tokens are equally likely, so vLLM keeps all with top_k 4; it returns only 4. Ratios stay exact."""
+    uniform = copy.deepcopy(policy)
+    with torch.no_grad():
+        uniform.model.model.norm.weight.zero_()
+    monkeypatch.setattr("lgrpo.engines.vllm.requests.num_likeliest", lambda *_: 4)
+    questions, sampling = prompts(policy, *TEXTS), Sampling(max_tokens=12, top_k=4)
+    with engine.holding(uniform.weights(), step=99):
+        groups = engine.generate(questions, 5, sampling.with_kept(), 0, policy.tokenizer)
+    completions = list(chain(*groups))
+    assert all(c.kept.incomplete == tuple(range(len(c.token_ids))) for c in completions)
+    sizes = {count for c in completions for count in c.kept.counts}
+    assert sizes == {1, 4}, "a drawn token is one of the four, or a set of its own"
+    batch = batch_of(questions, groups, sampling)
+    with torch.no_grad():
+        logprobs, _ = uniform(batch.tokens, batch.completion_mask, 1.0, kept=batch.kept)
+    assert torch.allclose(logprobs, batch.behaviour_logprobs, atol=TOLERANCE)
+    assert set(logprobs[batch.completion_mask].exp().round(decimals=3).tolist()) == {0.25, 1.0}
 
 
 def test_continued_completions_without_seeds_do_not_repeat_draws(policy, engine, monkeypatch):
@@ -318,6 +344,20 @@ def test_full_run(engine):
     for a, b in zip(*(run.recorder.rollouts for run in runs), strict=True):
         assert torch.equal(a.tokens, b.tokens)
     assert largest_difference(runs[0].weights, runs[1].weights) <= 1e-5
+
+
+def test_a_run_with_truncated_sampling(engine):
+    """Partial rollouts of a policy that moves: at lag 0 ratios are 1, and never infinite."""
+    sampling = Sampling(max_tokens=24, top_k=8, top_p=0.9)
+    data = {"engine": engine, "sampling": sampling, "partial": True}
+    run = fit(v=1, i=2, rollouts=4, learning_rate=0.1, data=data)
+    for row in run.logged:
+        assert 0 < row["train/ratio_min"] <= row["train/ratio_max"] < float("inf")
+        if "train/engine_mismatch_max" in row:
+            assert row["train/engine_mismatch_max"] <= TOLERANCE
+        assert 1 < row["rollout/kept_tokens"] <= 8
+        assert row["rollout/kept_incomplete"] == 0
+    assert any("train/engine_mismatch_max" in row for row in run.logged)
 
 
 def traces(rollouts):
