@@ -10,7 +10,7 @@ from lgrpo import Sampling
 from lgrpo.engines.completions import Generation
 
 SAMPLING = Sampling(max_tokens=22)
-TRUNCATED = Sampling(max_tokens=22, top_k=9, top_p=0.8).with_kept()
+TRUNCATED = Sampling(max_tokens=22, top_k=11, top_p=0.98).with_kept()
 
 
 def check_continued(engine, policy, questions, tolerance, needed=1, sampling=SAMPLING):
