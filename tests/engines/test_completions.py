@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+from array import array
+from dataclasses import replace
+
 import pytest
 from transformers import AddedToken
 
 from lgrpo.engines import Generation, Sampling
+from lgrpo.engines.recovery import EngineFailure
+from lgrpo.kept import Kept
 from lgrpo.types import Span
 from tests.helpers import tiny_policy
 
@@ -72,3 +78,52 @@ def test_a_continued_completion_that_ends_without_another_token(tokenizer, reaso
     found = second.completion([], [], reason, begun)
     assert (found.finish_reason, found.text, found.logprobs) == (reason, "12", [-1.0, -2.0])
     assert found.spans == (Span(2, 0, 0),)
+
+
+def truncated_generation(tokenizer, *stop, version=0):
+    generation = make_generation(tokenizer, *stop, version=version, is_partial=True)
+    generation.sampling = Sampling(stop=list(stop), top_p=0.9).with_kept()
+    return generation
+
+
+def sets(*sizes):
+    """Return sets of the given sizes, numbered one after another."""
+    return Kept(token_ids=array("i", range(sum(sizes))), counts=array("i", sizes), incomplete=(len(sizes) - 1,))
+
+
+def test_kept_tokens_are_required(tokenizer):
+    generation = truncated_generation(tokenizer)
+    for kept in (None, sets(2)):
+        with pytest.raises(EngineFailure, match=rf"2 tokens came with {len(kept or ())} sets"):
+            generation.completion([5, 6], [-1.0, -1.0], "stop", None, kept)
+    assert generation.completion([], [], None).kept is None
+
+
+def test_kept_tokens_are_joined_and_cut(tokenizer):
+    first, second = truncated_generation(tokenizer), truncated_generation(tokenizer, "45", version=1)
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in ("123", "4567")]
+    begun = first.completion(ids[0], [-1.0] * 3, None, None, sets(1, 2, 3))
+    found = second.completion(ids[1], [-1.0] * 4, "length", begun, sets(4, 5, 6, 7))
+    assert (found.text, len(found.token_ids)) == ("123", 5)
+    assert found.kept.counts.tolist() == [1, 2, 3, 4, 5]
+    assert found.kept.token_ids.tolist() == [*range(6), *range(9)]
+    assert found.kept.incomplete == (2,)
+    begun.kept = None
+    assert second.completion(ids[1], [-1.0] * 4, "length", begun, sets(4, 5, 6, 7)).kept.counts.tolist() == [
+        0,
+        0,
+        0,
+        4,
+        5,
+    ]
+
+
+def test_settings_for_training_survive_changes_and_pipes():
+    sampling = Sampling(top_k=5, temperature=0.7, max_tokens=9)
+    own = sampling.with_kept()
+    for one in (own, replace(own, max_tokens=3), pickle.loads(pickle.dumps(own))):
+        assert one.returns_kept
+        assert (one.top_k, one.temperature) == (5, 0.7)
+    assert not sampling.returns_kept
+    plain = Sampling(temperature=0.7)
+    assert plain.with_kept() is plain
