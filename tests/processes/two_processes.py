@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from lgrpo import ClippedLoss, Evaluation, RolloutRecorder, ZeroVarianceMask
+from lgrpo import ClippedLoss, Evaluation, RolloutRecorder, Sampling, ZeroVarianceMask
 from lgrpo.advantages import Advantage, BatchStd, ComposedAdvantage, DropNegatives, ExponentiallyWeighted, Scores
 from lgrpo.data import DynamicSampling
 from tests.helpers import build
@@ -34,6 +34,7 @@ def main(devices: int, out: str, num_prompts: int = 4) -> None:
         data={
             "evaluation": Evaluation(success_reward=0.5),
             "num_prompts": num_prompts,
+            "sampling": Sampling(max_tokens=6, top_p=0.9),
             "advantage": WholeRolloutAdvantage(),
             "dynamic_sampling": DynamicSampling(max_rounds=2, tolerance=0.3),
         },

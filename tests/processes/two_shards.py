@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lgrpo import ClippedLoss, LoRA, ReferenceRefresh, ZeroVarianceMask
+from lgrpo import ClippedLoss, LoRA, ReferenceRefresh, Sampling, ZeroVarianceMask
 from lgrpo.callbacks import ExactResume, FiniteSteps
 from tests.helpers import Run, build, tiny_policy
 from tests.processes.fsdp_on_cpu import FSDPOnCPU, PrecisionOnCPU
@@ -41,7 +41,8 @@ def clipped(kind: str | None, precision: str, clip: float | None = 0.01) -> Run:
         rollouts=3,
         learning_rate=1.0,
         policy=tiny_policy(gradient_checkpointing=True),
-        data={"behaviour_logprobs": "policy"},  # forward passes outside of training_step
+        # forward passes outside of training_step, with sets of kept tokens
+        data={"behaviour_logprobs": "policy", "sampling": Sampling(max_tokens=6, top_k=7)},
         trainer=trainer,
     )
 
