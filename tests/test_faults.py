@@ -357,7 +357,7 @@ def test_a_policy_sharded_over_two_processes(tmp_path, kind):
         before = {name: tensor.clone() for name, tensor in alone.module.policy_weights()}
         alone.trainer.fit(alone.module, datamodule=alone.data)
         assert {tensor.dtype for tensor in sharded.values()} == {torch.float32}
-        assert largest_difference(sharded, before) > 0.004
+        assert largest_difference(sharded, before) > 0.003
         assert largest_difference(sharded, dict(alone.module.policy_weights())) < tolerance, precision
         assert min(grad_norms(alone.logged)) > 0.01, "the norm before clipping"
         assert grad_norms(state["logged"]) == pytest.approx(grad_norms(alone.logged), rel=0.02), precision
