@@ -194,6 +194,7 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     some_methods = ("effective_sample_size", "gradient_cosine", "gradient_kept", "kl_teacher")
     only_sometimes |= {f"train/{name}" for name in some_methods}
     only_sometimes |= {f"rollout/{name}" for name in ("continued_fraction", "unfinished_groups", "dropped_groups")}
+    only_sometimes |= {f"rollout/{name}" for name in ("kept_tokens", "kept_incomplete")}  # with truncated sampling
     only_sometimes |= {f"rollout/late_{kind}" for kind in ("waiting", "joined", "dropped")}  # if rewards are late
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")
     only_sometimes |= {"val/reward_failures", *(f"reward/{kind}" for kind in failures)}  # rewards in workers

@@ -194,7 +194,8 @@ class RolloutDataModule(L.LightningDataModule):
             on_stage=self._on_stage,
         )
         rollouts_per_epoch = self.num_rollouts or max(1, len(self.train_prompts) // self.num_prompts)
-        self.schedule.reset(trainer, sampler, rollouts_per_epoch, num_rows * longest * BYTES_PER_TOKEN)
+        bytes_per_token = BYTES_PER_TOKEN + 4 * self.sampling.top_k
+        self.schedule.reset(trainer, sampler, rollouts_per_epoch, num_rows * longest * bytes_per_token)
         sampler.prepare_engine(self.schedule.end_of_run(trainer))
         check_logprobs(self.engine, self.behaviour_logprobs, policy_owner(trainer).loss)
         preparation = RolloutPreparation(

@@ -17,6 +17,8 @@ _ROLLOUT = [
     "unfinished_groups",
     "dropped_groups",
     "truncated_fraction",
+    "kept_tokens",
+    "kept_incomplete",
     "turns",
     "observed_length",
     "turn_signal_fraction",

@@ -20,6 +20,7 @@ from lgrpo.engines.pool.workers import Workers
 from lgrpo.weights import PolicyWeights
 from tests.engines.conftest import build_policy
 from tests.engines.faulty import Distorted, StoppedTransformers, StoppedVLLM
+from tests.engines.kept import check_kept
 from tests.engines.partial import check_continued
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, disturb, mismatch, prompts
 from tests.helpers import fit, largest_difference
@@ -464,6 +465,7 @@ def test_vllm_in_two_processes(policy):
         groups = ask(pool, policy)
         assert mismatch(other, questions, groups) <= TOLERANCE
         check_continued(pool, other, prompts(policy, *TEXTS, "1>", "23>", "456>", "78>"), TOLERANCE)
+        check_kept(other, pool, questions, TOLERANCE)
         pool._workers.running[0].kill()
         with pytest.warns(UserWarning, match="recovering"):
             assert as_ids(ask(pool, policy)) == as_ids(groups)
