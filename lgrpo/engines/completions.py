@@ -24,7 +24,7 @@ class Sampling:
     temperature: float = 1.0
     """Temperature of the softmax, above 0. Every log-probability of the run is taken at it."""
     top_k: int = 0
-    """Number of likeliest tokens to draw from; 0: all. When training, ratios are over the tokens that could be drawn."""
+    """Number of likeliest tokens to draw from; 0: all. When training, ratios are over the tokens drawn from."""
     top_p: float = 1.0
     """Probability mass of the likeliest tokens to draw from; 1: all. When training with vLLM, set top_k too."""
     min_p: float = 0.0
