@@ -93,7 +93,7 @@ def test_recomputed_logprobs_give_a_ratio_of_exactly_one():
 
 
 def test_without_the_sets_the_mean_ratio_is_the_kept_probability():
-    """What training would do without this: ratios lose the probability of the dropped tokens, at lag 0 too."""
+    """Ratios over all tokens lose the probability of the dropped ones, at lag 0 too."""
     sampling = Sampling(max_tokens=6, top_p=0.7)
     run = train(sampling, rollouts=1, data={"num_prompts": 64, "group_size": 8})
     (batch,), policy = run.recorder.rollouts, sharp_policy()

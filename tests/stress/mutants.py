@@ -58,6 +58,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
         RESUME,
     ),
     "lgrpo/data/collate.py": ("tests/data/test_collate.py tests/data/test_micro_batches.py", LAWS),
+    "lgrpo/data/kept.py": ("tests/test_truncated.py -m 'not slow'",),
     "lgrpo/data/late.py": ("tests/data/test_scoring.py",),
     "lgrpo/data/scorer.py": ("tests/data/test_scoring.py",),
     "lgrpo/data/prompts.py": ("tests/data/test_prompts.py", LAWS),
