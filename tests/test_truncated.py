@@ -26,6 +26,7 @@ from lgrpo.data.kept import check_truncation, kept_tensors
 from lgrpo.data.late import split_groups
 from lgrpo.data.partial import PartialRollouts
 from lgrpo.engines import EngineError, EnginePool, EnvironmentEngine, VLLMEngine, VLLMServerEngine
+from lgrpo.engines.episode import Episode
 from lgrpo.kept import Kept
 from lgrpo.recordings import Recording
 from lgrpo.report import read_series
@@ -253,6 +254,24 @@ def test_episodes(partial):
     check_sets(run, weights, sampling)
     assert all(row["rollout/turns"] > 1 for row in run.logged)
     assert all(row["rollout/observed_length"] > 0 for row in run.logged)
+
+
+def test_an_unfinished_episode_has_the_sets_of_its_part():
+    def turn(*sizes):
+        kept = Kept(token_ids=array("i", range(sum(sizes))), counts=array("i", sizes))
+        ids = list(range(len(sizes)))
+        return Completion(
+            token_ids=ids, logprobs=[-1.0] * len(ids), text="", finish_reason=None, behaviour_step=0, kept=kept
+        )
+
+    episode = Episode(0, 0, Prompt(token_ids=[1], text="0>", row={}, position=0))
+    assert episode.completion(0, 0).kept is None
+    episode.add_turn(turn(2, 1))
+    episode.add_observation([7, 8])
+    episode.part = turn(3)
+    assert episode.completion(0, 0).kept.counts.tolist() == [2, 1, 0, 0, 3]
+    episode.add_turn(turn(3, 4))
+    assert episode.completion(0, 0).kept.counts.tolist() == [2, 1, 0, 0, 3, 4]
 
 
 def test_stop_strings_cut_the_sets():
