@@ -60,7 +60,8 @@ def split_kept(
     is_alone = ~((likeliest == drawn) & is_kept).any(1)
     sets = np.where(is_alone[:, None], drawn, likeliest)
     is_kept = np.where(is_alone[:, None], np.arange(is_kept.shape[1]) == 0, is_kept)
-    found = np.where(is_alone, 0.0, np.asarray(logprobs, dtype=np.float64) - np.log(np.where(is_alone, 1.0, mass)))
+    own = np.asarray(logprobs, dtype=np.float64) - np.log(np.where(is_alone, 1.0, mass))
+    found = np.where(is_alone, 0.0, np.minimum(own, 0.0))  # the mass may round to less than 1
     incomplete = np.flatnonzero(is_alone | (np.abs(mass - 1) > _ROUNDING))
     return found.tolist(), Kept(
         token_ids=array("i", sets[is_kept].astype(np.int32).tobytes()),
