@@ -103,7 +103,7 @@ def test_in_process_with_sleep_mode(policy):
 
 
 def test_kept_tokens(policy):
-    """In bfloat16 several tokens often are as likely as the last of top_k; ratios are those of rounding all the same."""
+    """In bfloat16 several tokens often are as likely as the last of top_k; ratios differ from 1 by rounding only."""
     disturb(policy)
     engine = VLLMEngine(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=256)
     engine.load_weights(policy.weights(), step=0)
