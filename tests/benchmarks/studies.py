@@ -57,7 +57,7 @@ class Study:
     share: tuple[str, str] | None = None
     """Key of the rows whose mean is shown for every arm, and what it is."""
     remark: str = ""
-    """What to know about the arms to judge the comparisons."""
+    """Facts about the arms that the comparisons rest on."""
 
 
 def overlay(name: str) -> str:
