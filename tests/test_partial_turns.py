@@ -20,11 +20,11 @@ from lgrpo.data.collate import completions_of
 from lgrpo.data.partial import PartialRollouts
 from lgrpo.engines import EnginePool, EnvironmentEngine
 from lgrpo.environments import EpisodeLimits
-from lgrpo.recordings import RolloutRecorder
+from lgrpo.recordings import ReplayEngine, RolloutRecorder
 from lgrpo.rewards import EnvironmentReward
 from lgrpo.tasks import SortDigits
 from tests.engines.episodes import texts_of
-from tests.environments.diaries import Uneven, diaries, told
+from tests.environments.diaries import Thoughtful, Uneven, diaries, told
 from tests.helpers import build, fit, largest_difference
 from tests.processes.alive import until_all_ended
 from tests.test_in_flight import ROLLOUTS, in_flight
@@ -35,10 +35,10 @@ STOP = list("56789")
 PROCESSES = EpisodeLimits(num_workers=2)
 
 
-def data_of(folder, limits=None, engine=None, partial=None, **data):
+def data_of(folder, limits=None, engine=None, partial=None, environment=Uneven, **data):
     """Return the settings of partial rollouts of episodes that write diaries into a folder."""
     folder.mkdir(exist_ok=True)
-    engine = EnvironmentEngine(Uneven(folder), engine, max_tokens_per_turn=4, limits=limits)
+    engine = EnvironmentEngine(environment(folder), engine, max_tokens_per_turn=4, limits=limits)
     task = SortDigits(num_digits=2, num_held_out=20, reward=EnvironmentReward())
     partial = PartialRollouts(extra_prompts=4, max_spans=8) if partial is None else partial
     return {"engine": engine, "task": task, "sampling": Sampling(max_tokens=24, stop=STOP), "partial": partial} | data
@@ -209,6 +209,8 @@ def test_finished_episodes_of_another_environment_are_not_kept(tmp_path):
     assert max(len(episode.turns) for episode in episodes) == 2
 
 
+MODES = {"plain": {}, "overlap": {"overlap": True, "lead": 1}, "async": {"environment": Thoughtful}}
+"""Settings of runs that are killed."""
 KILLED = """
 import os, sys
 from pathlib import Path
@@ -216,35 +218,40 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.engines.partial_episodes import PartialEpisodeSampler
 from tests.helpers import fit
 from tests.test_overlap import SaveEveryStep, SlowSteps
-from tests.test_partial_turns import PROCESSES, data_of
+from tests.test_partial_turns import MODES, PROCESSES, data_of
 
-folder, overlap = Path(sys.argv[1]), sys.argv[2] == "overlap"
+folder, mode = Path(sys.argv[1]), sys.argv[2]
 take, count = PartialEpisodeSampler._take_answer, iter(range(1, 10**6))
 
 def killed(sampler, *answer):
     is_late = (folder / "3.ckpt").exists()
-    if is_late and sampler._begun and any(e.num_turns > 1 for e in sampler._open_episodes()):
+    if is_late and mode == "async":
+        (folder / "pid").write_text(str(os.getpid()))
+        (folder / "pid").replace(folder / "diaries.victim")  # read by a step of the environment
+    elif is_late and sampler._begun and any(e.num_turns > 1 for e in sampler._open_episodes()):
         os.kill(os.getpid(), 9)
     take(sampler, *answer)
 
 PartialEpisodeSampler._take_answer = killed
-more = {"overlap": True, "lead": 1} if overlap else {}
-data = data_of(folder / "diaries", PROCESSES, **more)
+data = data_of(folder / "diaries", PROCESSES, **MODES[mode])
 fit(v=2, rollouts=8, learning_rate=0.0, data=data, callbacks=[SaveEveryStep(folder), ExactResume()])
 """
 
 
 @pytest.mark.slow("starts a run in another process")
-@pytest.mark.parametrize("mode", ["plain", "overlap"])
+@pytest.mark.parametrize("mode", MODES)
 def test_killed_between_turns_and_resumed(tmp_path, mode):
-    """Also within an asynchronous step, while later rollouts are being sampled."""
+    """Also while later rollouts are being sampled, and while asynchronous steps wait."""
     command = [sys.executable, "-c", KILLED, str(tmp_path), mode]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = {pid for calls in diaries(tmp_path / "diaries") for _, pid, _ in calls}
     assert until_all_ended(lambda stat: int(stat[0]) in pids), "processes outlive the trainer"
+    if mode == "async":
+        unanswered = [calls for calls in diaries(tmp_path / "diaries") if calls[-1][0] == "step"]
+        assert unanswered, "no step was waiting"
     newest = max(int(path.stem) for path in tmp_path.glob("*.ckpt"))
-    more = {"overlap": True, "lead": 1} if mode == "overlap" else {}
+    more = MODES[mode]
     kept, settings = Progress(), {"v": 2, "rollouts": 8, "learning_rate": 0.0, "ckpt_path": f"{tmp_path}/{newest}.ckpt"}
     run = fit(**settings, data=data_of(tmp_path / "again", PROCESSES, **more), callbacks=[ExactResume(), kept])
     assert [batch.rollout for batch in run.recorder.rollouts] == list(range(newest, 8))
@@ -310,6 +317,20 @@ def test_partial_off_is_unchanged(tmp_path):
 def test_an_engine_that_cannot_continue_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"data.partial is set, but EnvironmentEngine cannot continue"):
         build(data=data_of(tmp_path / "diaries", engine=CannotContinue()))
+
+
+def test_a_replay_around_an_environment_is_refused(tmp_path):
+    """It cannot continue completions, for partial rollouts or syncs in flight; without these it trains."""
+    whole = data_of(tmp_path / "diaries", partial=False)
+    fit(v=1, rollouts=1, data=whole, callbacks=[RolloutRecorder(path=str(tmp_path / "recording"))])
+    replay = ReplayEngine(str(tmp_path / "recording"), engine=whole["engine"], missing="sample")
+    with pytest.raises(
+        ValueError, match=r"data.partial is set, but ReplayEngine cannot continue .* Leave data.partial"
+    ):
+        build(data=whole | {"engine": replay, "partial": True})
+    with pytest.raises(ValueError, match=r"weight_sync.in_flight is true, but ReplayEngine cannot continue"):
+        in_flight(1, 1, data=whole | {"engine": replay})
+    assert fit(v=1, rollouts=1, data=whole | {"engine": replay}).recorder.rollouts[0].is_recorded.all()
 
 
 # Syncs in flight

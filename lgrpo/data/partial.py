@@ -47,6 +47,11 @@ def checked_partial(
     extra = settings.extra_prompts
     check_count("data.partial.extra_prompts", extra, at_least=1, reason="without further groups, all are waited for")
     check_count("data.partial.max_spans", settings.max_spans, at_least=1, reason="a group has at least one version")
+    if engine.replays:
+        raise ValueError(
+            f"data.partial is set, but {type(engine).__name__} cannot continue completions: those recorded are whole, "
+            "and the others are sampled in whole groups beside them. Leave data.partial out"
+        )
     if not engine.can_continue:
         raise ValueError(
             f"data.partial is set, but {type(engine).__name__} cannot continue completions from their tokens: use "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import uuid
 from pathlib import Path
 
@@ -53,6 +55,20 @@ class Uneven(Diary):
         self.turn += 1
         is_low = text[:1] in tuple("01")
         return Turn(f"{self.turn}>", reward=float(is_low), done=is_low or self.turn == 6)
+
+
+class Thoughtful(Uneven):
+    """Has asynchronous steps. A second one kills the process whose id is in a file beside the folder, and waits."""
+
+    async def step(self, text):
+        answer = super().step(text)
+        await asyncio.sleep(0.01)
+        victim = Path(f"{self.folder}.victim")
+        if self.turn > 1 and victim.exists():
+            os.kill(int(victim.read_text()), signal.SIGKILL)
+            await asyncio.sleep(60)
+        self.write("answer", text)
+        return answer
 
 
 def diaries(folder):
