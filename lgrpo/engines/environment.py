@@ -153,7 +153,10 @@ class EnvironmentEngine(WrapperEngine):
         self.engine.stop()
 
     def _report(self, episodes: Sequence[Episode]) -> None:
-        """Warn of the first failure of the environment and of the first mistake of each kind of the model."""
+        """Warn of the first failure of the environment and of the first mistake of each kind of the model.
+
+        Also of the first episodes that the limit of turns has ended.
+        """
         for episode in episodes:
             if episode.failure is None or episode.failure.method != "reset":
                 self._failures.add_start()
@@ -167,6 +170,15 @@ class EnvironmentEngine(WrapperEngine):
             warnings.warn(
                 f"the model made mistakes that it sees as observations: {'; '.join(lines)}. From now on "
                 "rollout/model_errors counts them",
+                stacklevel=2,
+            )
+        cut = [one for one in episodes if one.finish_reason == "length" and not one.is_cut]
+        endless = [one for one in cut if one.num_turns == self.max_turns]
+        if endless and "endless" not in self._warned:
+            self._warned.add("endless")
+            warnings.warn(
+                f"{len(endless)} of {len(episodes)} episodes did not end within max_turns ({self.max_turns}); the last "
+                f"turn of one is {endless[0].text[:200]!r}. From now on rollout/truncated_fraction counts them",
                 stacklevel=2,
             )
 
