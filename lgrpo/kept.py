@@ -37,6 +37,12 @@ class Kept:
         incomplete = tuple(index for index in self.incomplete if index < num_tokens)
         return Kept(token_ids=self.token_ids[: sum(counts)], counts=counts, incomplete=incomplete)
 
+    def with_empty(self, index: int, num_tokens: int) -> Kept:
+        """Return the sets with empty ones inserted before a position, for tokens that were not sampled."""
+        counts = self.counts[:index] + array("i", [0]) * num_tokens + self.counts[index:]
+        incomplete = tuple(own if own < index else own + num_tokens for own in self.incomplete)
+        return Kept(token_ids=self.token_ids, counts=counts, incomplete=incomplete)
+
 
 def join_kept(*parts: tuple[int, Kept | None]) -> Kept | None:
     """Return the sets of consecutive parts of a completion, each given with its number of tokens; None if all are.

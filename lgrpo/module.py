@@ -26,6 +26,7 @@ from lgrpo.policy import CausalPolicy
 from lgrpo.policy.checkpoint import InitialReference, drop_omitted_weights, restore_omitted_weights
 from lgrpo.policy.memory import check_memory, used_memory
 from lgrpo.policy.reference import Reference, ReferenceLogprobs, make_reference
+from lgrpo.policy.sequences import on_device, read_in_context
 from lgrpo.policy.step_rules import StepRule, the_rule
 from lgrpo.policy.strategy import check_precision, check_strategy, clip_gradients, compute_dtype, is_sharding, shard
 from lgrpo.run.checkpoints import gather_ranks
@@ -89,10 +90,8 @@ class GRPOModule(L.LightningModule):
     def policy_logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return log π_θ of a batch's tokens as ``training_step`` computes it, on the batch's device."""
         device = self.trainer.strategy.root_device  # with FSDPStrategy self.device is the CPU
-        kept = None if batch.kept is None else (batch.kept[0].to(device), batch.kept[1].to(device))
-        tokens, mask = batch.tokens.to(device), batch.completion_mask.to(device)
         with self.trainer.precision_plugin.forward_context():
-            logprobs, _ = self.policy(tokens, mask, batch.temperature, kept=kept)
+            logprobs, _ = read_in_context(self.policy, on_device(batch, device))
         return logprobs.to(batch.tokens.device)
 
     def policy_weights(self) -> PolicyWeights:
@@ -195,22 +194,16 @@ class GRPOModule(L.LightningModule):
         return output.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     def _logprobs(self, batch: RolloutBatch) -> PolicyLogprobs:
-        found = self.policy(
-            batch.tokens,
-            batch.completion_mask,
-            batch.temperature,
-            self.loss.needs_entropy_gradient,
-            self._teacher_divergence(batch),
-            batch.kept,
-        )
-        policy, entropy, teacher_kl = found if len(found) == 3 else (*found, None)
+        divergence = self._teacher_divergence(batch)
+        found = read_in_context(self.policy, batch, self.loss.needs_entropy_gradient, divergence)
+        policy, entropy = found[:2]
         reference = None if self.reference is None else self._reference_logprobs(self.reference, batch)
         proximal = self.proximal.logprobs(batch, policy.detach()) if self.loss.needs_proximal else None
         return PolicyLogprobs(
             policy=policy,
             proximal=proximal,
             reference=reference,
-            teacher_kl=teacher_kl,
+            teacher_kl=None if divergence is None else found[2],
             entropy=entropy,
             step=self.global_step,
         )

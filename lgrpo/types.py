@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from lgrpo.contexts import Dropped, contexts_of, dropped_of, ranges
 from lgrpo.kept import Kept
 
 if TYPE_CHECKING:  # reward workers start in a tenth of the time without them
@@ -82,6 +83,8 @@ class Completion:
     """Kind and reason of the failure of an environment that ended the episode."""
     num_errors: int = 0
     """Number of mistakes of the model that the environment reported, such as tool calls that cannot be read."""
+    dropped: tuple[Dropped, ...] = ()
+    """Observations that later contexts do not have. Their replacements are among the observed tokens."""
 
     @property
     def turns(self) -> list[tuple[int, int]]:
@@ -99,6 +102,11 @@ class Completion:
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return len(self.token_ids) - sum(stop - start for start, stop in self.observed)
+
+    @property
+    def contexts(self) -> list[int]:
+        """Contexts that each token is in, as bits (``contexts_of``)."""
+        return contexts_of(self.turns, self.dropped)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -170,6 +178,8 @@ class RolloutBatch:
     """[B, T] float32: reward of each turn at its last token, 0 elsewhere; None without an environment."""
     episode_failed: Tensor | None = None
     """[B] bool: episodes that a failure of their environment ended; None without an environment."""
+    contexts: Tensor | None = None
+    """[B, T] int64: the contexts that each token is in, as bits (``contexts_of``); None if each row is one context."""
     zero_variance: Tensor | None = None
     """[B] bool: completions of groups whose rewards are all equal, set with the advantages."""
     kept_ids: Tensor | None = None
@@ -238,8 +248,7 @@ class RolloutBatch:
         """Return the environment's reward and the advantage of each turn of an episode; None without an environment."""
         if self.turn_rewards is None:
             return None
-        sampled = [*self.completion_mask[row].tolist(), False]
-        ends = [column for column in range(len(sampled) - 1) if sampled[column] and not sampled[column + 1]]
+        ends = [stop - 1 for _, stop in ranges(self.completion_mask[row].tolist())]
         return [(float(self.turn_rewards[row, end]), float(self.advantages[row, end])) for end in ends]
 
     def mean_advantage(self, row: int) -> float | None:
@@ -257,6 +266,27 @@ class RolloutBatch:
         """[B] int64: tokens per row, without padding."""
         return self.attention_mask.sum(1)
 
+    @property
+    def num_read(self) -> Tensor:
+        """[B] int64: tokens that the model reads of each row, those of all its contexts."""
+        return self.context_masks().sum((1, 2))
+
+    def context_masks(self) -> Tensor:
+        """Return [B, C, T] bool: tokens of each context of each row, in order; none for contexts that a row lacks."""
+        import torch
+
+        if self.contexts is None:
+            return self.attention_mask[:, None]
+        index = torch.arange(int(self.contexts.max()).bit_length(), device=self.contexts.device)
+        return (self.contexts[:, None] >> index[:, None] & 1).bool()
+
+    def dropped(self, row: int) -> tuple[Dropped, ...]:
+        """Return the dropped observations of an episode, counted from its first sampled token."""
+        if self.contexts is None:
+            return ()
+        own = self.columns(row)
+        return dropped_of(ranges(self.completion_mask[row][own].tolist()), self.contexts[row][own].tolist())
+
     def select(self, rows: Tensor) -> RolloutBatch:
         """Return the given rows, trimmed to the longest of them."""
         from torch import Tensor
@@ -273,7 +303,7 @@ class RolloutBatch:
         return replace(self, **chosen)
 
     def split(self, num_micro_batches: int) -> list[RolloutBatch]:
-        """Split the rollout into exactly ``num_micro_batches`` pieces of about the same number of tokens.
+        """Split the rollout into exactly ``num_micro_batches`` pieces of about the same number of tokens to read.
 
         Rows without a token in the loss have no gradient and are left out, as long as every piece keeps one row. Each
         piece divides by ``totals``, so the assignment of rows to pieces does not change the gradient.
@@ -288,10 +318,10 @@ class RolloutBatch:
                 f"{len(self)} completions on this rank cannot be split into {num_micro_batches} micro-batches: lower "
                 "trainer.accumulate_grad_batches or raise data.num_prompts"
             )
-        live = self.loss_mask.any(1)
-        order = torch.argsort(torch.where(live, self.lengths, -1), descending=True, stable=True).tolist()
+        live, num_read = self.loss_mask.any(1), self.num_read
+        order = torch.argsort(torch.where(live, num_read, -1), descending=True, stable=True).tolist()
         order = order[: max(int(live.sum()), num_micro_batches)]
-        lengths = self.lengths.tolist()
+        lengths = num_read.tolist()
         bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
         loads = [(False, 0, number) for number in range(num_micro_batches)]  # empty pieces first, then the lightest
         for row in order:  # longest first

@@ -199,9 +199,8 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     failures = ("failures", "timeouts", "crashes", "memory", "output", "errors")
     only_sometimes |= {"val/reward_failures", *(f"reward/{kind}" for kind in failures)}  # rewards in workers
     only_sometimes |= {f"environment/{kind}" for kind in failures}  # with an environment
-    only_sometimes |= {
-        f"rollout/{name}" for name in ("turns", "observed_length", "turn_signal_fraction", "model_errors")
-    }
+    of_episodes = ("turns", "observed_length", "dropped_observations", "turn_signal_fraction", "model_errors")
+    only_sometimes |= {f"rollout/{name}" for name in of_episodes}
     only_sometimes |= {
         n for n in explained if n.startswith(("monitor/", "calibration/", "sync/", "curriculum/"))
     }  # tested elsewhere

@@ -17,6 +17,7 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.data.dynamic import DynamicSampling
 from lgrpo.data.partial import PartialRollouts, versions_of
 from lgrpo.engines import EngineError, EnginePool
+from lgrpo.policy.sequences import read_in_context
 from lgrpo.recordings import Recording, RolloutRecorder
 from tests.helpers import build, fit, largest_difference
 from tests.test_overlap import SaveEveryStep, SlowSteps, assert_same
@@ -90,7 +91,7 @@ def check_probabilities(run, kept):
         for step in set(batch.token_steps[batch.completion_mask].tolist()):
             policy.load_state_dict(kept.at[step])
             with torch.no_grad():
-                logprobs, _ = policy(batch.tokens, batch.completion_mask, batch.temperature)
+                logprobs, _ = read_in_context(policy, batch)
             own = batch.completion_mask & (batch.token_steps == step)
             assert torch.allclose(logprobs[own], batch.behaviour_logprobs[own], atol=1e-4)
 

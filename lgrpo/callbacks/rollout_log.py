@@ -19,11 +19,12 @@ PER_ARTIFACT = 100
 """Number of logged rollouts in one table of MLflow, which rewrites a table whenever rows are added to it."""
 COLUMNS = (
     *("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version"),
-    *("spans", "turns"),
+    *("spans", "turns", "dropped"),
 )
 """Columns of the table. ``behaviour_step``, ``lag`` and ``version`` are those of the first token; ``spans`` lists
 number of tokens and behaviour step of each part of a completion that was sampled from several versions; ``turns`` lists
-reward and advantage of each turn of an episode, and ``advantage`` is their mean over the sampled tokens."""
+reward and advantage of each turn of an episode, and ``advantage`` is their mean over the sampled tokens. ``dropped`` is
+the number of observations that later turns did not see; ``completion`` has them, but not what replaced them."""
 
 
 class RolloutLog(RolloutCallback):
@@ -64,13 +65,16 @@ class RolloutLog(RolloutCallback):
         prompt = batch.attention_mask[i].clone()
         prompt[own] = False
         behaviour_step = None if bool(batch.is_recorded[i]) else int(batch.first_step[i])
-        spans = batch.spans(i)
+        spans, dropped = batch.spans(i), batch.dropped(i)
+        token_ids = batch.tokens[i][own].tolist()
+        for one in reversed(dropped):
+            del token_ids[one.middle : one.stop]
         versions: dict[int | None, int] = {record.step: record.version for record in data.engine.state.ledger}
         values = (
             batch.rollout,
             trainer.global_step,
             tokenizer.decode(batch.tokens[i][prompt]),
-            tokenizer.decode(batch.tokens[i][own]),
+            tokenizer.decode(token_ids),
             None if bool(batch.rewards[i].isnan()) else round(float(batch.rewards[i]), 6),
             None if advantage is None else round(advantage, 6),
             bool(batch.loss_mask[i].any()),
@@ -79,6 +83,7 @@ class RolloutLog(RolloutCallback):
             versions.get(behaviour_step),
             spans if len(spans) > 1 else None,
             None if (turns := batch.turns(i)) is None else [[round(number, 6) for number in turn] for turn in turns],
+            len(dropped) or None,
         )
         return dict(zip(COLUMNS, values, strict=True))
 

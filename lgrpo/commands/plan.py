@@ -53,8 +53,9 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
     num_ranks = max(1, int(devices) if devices.isdecimal() else 1) * trainer.num_nodes
     ranks = "1 device" if num_ranks == 1 else f"each of {num_ranks} devices"
     budget, micro_batches = data.micro_batch_tokens, trainer.accumulate_grad_batches
+    num_contexts = _max_contexts(data.engine)
     if budget is not None:  # prompts are not loaded: assume the longest that is allowed
-        longest_row = longest + (data.max_prompt_tokens or 0)
+        longest_row = num_contexts * (longest + (data.max_prompt_tokens or 0))
         micro_batches = num_micro_batches(completions // num_ranks, longest_row, budget)
     rows_each = completions / micro_batches / num_ranks
     rows = [
@@ -62,6 +63,7 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
         (
             "rollout",
             f"{prompts} prompts × {group} completions = {completions} completions, up to {longest} tokens each"
+            + (f", in each of up to {num_contexts} contexts (data.engine.max_contexts)" if num_contexts > 1 else "")
             + (_in_one_call(sync) if data.generate_ahead else ""),
         ),
         ("optimizer step", f"trains on {completions} completions, at most {completions * longest:,} sampled tokens"),
@@ -82,13 +84,23 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
                 overlap += "; a sync interrupts sampling, which continues with the new weights (weight_sync.in_flight)"
             rows.append(("overlap", overlap))
         steps = _num_steps(config, micro_batches)
-        rows += memory_rows(config, rows_each * longest, None if steps is None else -(-steps // reuse), num_ranks)
+        tokens = rows_each * longest * num_contexts
+        rows += memory_rows(config, tokens, None if steps is None else -(-steps // reuse), num_ranks)
     if data.partial:
         extra = getattr(data.partial, "extra_prompts", None) or max(1, data.num_prompts // 4)
         text = f"a rollout ends when {data.num_prompts} of {data.num_prompts + extra} groups are whole (data.partial)"
         rows.insert(2, ("partial rollouts", text))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _max_contexts(engine: Namespace | None) -> int:
+    """Return the largest number of contexts of an episode; 1 unless an engine drops observations."""
+    found = 1
+    while engine is not None and "init_args" in engine:
+        found = max(found, engine.init_args.get("max_contexts", 1))
+        engine = engine.init_args.get("engine")  # of a ReplayEngine or an EnvironmentEngine
+    return found
 
 
 def _in_one_call(sync: Namespace) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO, final
 
 from transformers import PreTrainedTokenizerBase
 
-from lgrpo.environments import ToolEnvironment, Turn, TurnError
+from lgrpo.engines.observations import ObservationEncoder
+from lgrpo.environments import Observation, ToolEnvironment, Turn, TurnError
 from lgrpo.types import Completion, Prompt
 
 _COLOURS = {"sampled": "32", "observed": "36", "prompt": "2", "heading": "1", "error": "31"}
@@ -37,18 +38,26 @@ class EpisodeView:
         self._lists_tokens = lists_tokens
         self._has_colours = out.isatty() and not os.environ.get("NO_COLOR")
         self._context: list[int] = []
+        self._chat: Mapping[str, Any] | None = None
+        self._observation: Observation = ""
         self._num_turns = 0
 
     def begin(self, prompt: Prompt, heading: str) -> None:
-        self._context = list(prompt.token_ids)
+        self._context, self._chat = list(prompt.token_ids), prompt.chat
         self._print(self._coloured(heading, "heading"))
         self._block("prompt", prompt.text, f"{len(prompt.token_ids)} tokens")
 
     def observe(self, context: Sequence[int]) -> None:
         """Show what follows the last turn in the context of the next one, and begin that turn."""
-        if added := list(context[len(self._context) :]):
+        known, new = self._context, list(context)
+        is_longer = new[: len(known)] == known
+        if added := new[len(known) :] if is_longer else self._encoded_observation():
+            self._context = new[: len(new) - len(added)]
             self._tokens("observed", added, None, "not trained on")
-        self._context = list(context)
+        if not is_longer:
+            shorter = len(known) + len(added) - len(new)
+            self._line("dropped", f"earlier observations; the context is {shorter} tokens shorter")
+        self._context = new
         self._num_turns += 1
         self._print(self._coloured(f"turn {self._num_turns}", "heading"))
 
@@ -68,19 +77,22 @@ class EpisodeView:
 
     def answered(self, turn: Turn) -> None:
         """Show the reward and the errors of a turn. Called by a thread of the environment."""
+        self._observation = turn.observation
         for error in turn.errors:
             self._line("error", f"{error.kind}: {error.text}")
         self._line("reward", f"{turn.reward:g}" + (", the episode is over" if turn.done else ""))
 
     def end(self, completion: Completion, score: object) -> None:
         sampled = completion.num_sampled
-        observed = len(completion.token_ids) - sampled
+        observed = len(completion.token_ids) - sampled - sum(one.stop - one.middle for one in completion.dropped)
         self._print(self._coloured("episode", "heading"))
         if completion.failure is not None:
             self._line("error", f"the environment failed ({completion.failure[0]}): {completion.failure[1]}")
         reason = "ended by a limit" if completion.finish_reason == "length" else "ended by itself"
         self._line("turns", f"{len(completion.turns)}, {reason}")
         self._line("tokens", f"{sampled} sampled, {observed} observed")
+        if count := len(completion.dropped):
+            self._line("dropped", f"{count} observation{'s' * (count > 1)}, which later turns did not see")
         rewards = completion.turn_rewards or ()
         self._line("rewards", " + ".join(f"{reward:g}" for reward in rewards) + f" = {sum(rewards):g}")
         self._line("task", f"reward {score:g}" if isinstance(score, float) else f"reward {score}")
@@ -88,6 +100,11 @@ class EpisodeView:
     def note(self, text: str) -> None:
         """Print a remark on a line of its own."""
         self._print(("\n" if self._out.isatty() else "") + text)
+
+    def _encoded_observation(self) -> list[int]:
+        """Return the tokens of the newest observation, which follow the last turn."""
+        assert self.tokenizer is not None
+        return ObservationEncoder(self.tokenizer, self._chat)(self._observation, self._context[-1])
 
     def _tokens(self, kind: str, token_ids: Sequence[int], logprobs: Sequence[float] | None, details: str) -> None:
         assert self.tokenizer is not None

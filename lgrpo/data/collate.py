@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from lgrpo.contexts import ranges
 from lgrpo.data.kept import concatenated_kept, kept_of, kept_tensors
 from lgrpo.engines import Sampling, completion_text
 from lgrpo.rewards import FailedScore, NotYet, Score, SumScore
@@ -64,6 +65,7 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
         reward_parts=as_reward_parts(scores),
         turn_rewards=_turn_rewards(completions, starts, width),
         episode_failed=_episode_failed(completions),
+        contexts=_contexts(completions, starts, attention_mask),
         advantages=torch.zeros(size, width),
         behaviour_step=_behaviour_steps(completions, starts, width),
         kept_ids=kept_ids,
@@ -113,6 +115,19 @@ def _episode_failed(completions: Sequence[Completion]) -> Tensor | None:
     return torch.tensor([c.failure is not None for c in completions])
 
 
+def _contexts(completions: Sequence[Completion], starts: Tensor, attention_mask: Tensor) -> Tensor | None:
+    """Return the contexts of each token, as bits; None if nothing was dropped."""
+    if not any(c.dropped for c in completions):
+        return None
+    contexts = attention_mask.long()
+    for row, (completion, start) in enumerate(zip(completions, starts.tolist(), strict=True)):
+        if completion.dropped:
+            own = torch.tensor(completion.contexts)
+            contexts[row, :start] = (1 << int(own.max()).bit_length()) - 1
+            contexts[row, start : start + len(own)] = own
+    return contexts
+
+
 def as_rewards(scores: Sequence[Score]) -> Tensor:
     """Return scores as a float32 tensor; NaN for scores that are not known yet."""
     return torch.tensor([torch.nan if isinstance(score, NotYet) else score for score in scores], dtype=torch.float32)
@@ -131,12 +146,15 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     width = max(batch.tokens.shape[1] for batch in batches)
     tensors: dict[str, Any] = {}
     has_spans = any(batch.behaviour_step.ndim == 2 for batch in batches)
+    has_contexts = any(batch.contexts is not None for batch in batches)
     for f in fields(batches[0]):
         parts = [getattr(batch, f.name) for batch in batches]
         if f.name == "behaviour_step" and has_spans:
             parts = [batch.token_steps for batch in batches]
         if f.name in ("kept_ids", "kept_counts"):
             continue
+        if f.name == "contexts" and has_contexts:
+            parts = [batch.attention_mask.long() if batch.contexts is None else batch.contexts for batch in batches]
         if any(part is None for part in parts):
             tensors[f.name] = None
         elif isinstance(parts[0], Tensor):
@@ -151,7 +169,7 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
     for row in range(len(batch)):
         own = batch.columns(row)
         token_ids = batch.tokens[row][own].tolist()
-        observed = _ranges(~batch.completion_mask[row][own])
+        observed = tuple(ranges((~batch.completion_mask[row][own]).tolist()))
         last_turn = token_ids[observed[-1][1] if observed else 0 :]
         ends = [start - 1 for start, _ in observed] + [len(token_ids) - 1] * bool(token_ids)
         rewards = None if batch.turn_rewards is None else batch.turn_rewards[row][own][ends].tolist()
@@ -167,19 +185,9 @@ def completions_of(batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, samp
                 earlier=tuple(spans[:-1]),
                 kept=kept_of(batch, row),
                 observed=observed,
+                dropped=batch.dropped(row),
                 turn_rewards=None if rewards is None else tuple(rewards),
                 failure=("errors", "the environment failed") if failed else None,
             )
         )
     return completions
-
-
-def _ranges(mask: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return where a mask is true, as ranges.
-
-    >>> _ranges(torch.tensor([True, False, True, True]))
-    ((0, 1), (2, 4))
-    """
-    changes = torch.diff(mask.int(), prepend=torch.zeros(1), append=torch.zeros(1))
-    starts, stops = (changes == 1).nonzero().flatten().tolist(), (changes == -1).nonzero().flatten().tolist()
-    return tuple(zip(starts, stops, strict=True))

@@ -95,7 +95,7 @@ class RolloutDataModule(L.LightningDataModule):
             lead: o, number of rollouts by which sampling precedes training; the lag grows by as many.
             max_lag: Largest lag, in optimizer steps, of a completion in a step on it; by default unlimited. With
                 ``reuse`` above 1 a completion may leave after its first passes. Recorded completions have no lag.
-            micro_batch_tokens: Upper limit of tokens in a micro-batch, including prompts: sets
+            micro_batch_tokens: Upper limit of tokens in a micro-batch, including prompts and all contexts: sets
                 trainer.accumulate_grad_batches so that no lengths can exceed it. The gradient is the same.
             max_prompt_tokens: Upper limit of a prompt's length; by default the model's context minus a completion.
             overlong_prompts: Treatment of longer prompts.
@@ -174,7 +174,8 @@ class RolloutDataModule(L.LightningDataModule):
         num_rows = rows_per_rank(self.num_prompts, self.group_size, trainer)
         self.train_prompts = self._prompts(self.task, "train", self.sampling)
         self._fingerprint = self.train_prompts.fingerprint()
-        longest = self.train_prompts.longest + self.sampling.max_tokens
+        num_contexts = self.engine.max_contexts
+        longest = num_contexts * (self.train_prompts.longest + self.sampling.max_tokens)
         budget = set_micro_batches(trainer, num_rows, longest, self.micro_batch_tokens)
         sampler = RolloutSampler(
             prompts=self.train_prompts,
@@ -197,6 +198,8 @@ class RolloutDataModule(L.LightningDataModule):
         bytes_per_token = BYTES_PER_TOKEN + 4 * self.sampling.top_k
         self.schedule.reset(trainer, sampler, rollouts_per_epoch, num_rows * longest * bytes_per_token)
         sampler.prepare_engine(self.schedule.end_of_run(trainer))
+        if budget is not None:
+            budget.check_contexts(num_contexts, self.engine.max_contexts)
         check_logprobs(self.engine, self.behaviour_logprobs, policy_owner(trainer).loss)
         preparation = RolloutPreparation(
             trainer=trainer,

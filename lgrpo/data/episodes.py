@@ -47,13 +47,22 @@ def check_turns(advantage: type[Advantage], engine: type[RolloutEngine]) -> None
         )
 
 
-def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return metrics of episodes; recorded completions without turns do not count."""
+def episode_metrics(completions: Sequence[Completion], may_drop: bool) -> dict[str, float]:
+    """Return metrics of episodes; recorded completions without turns do not count.
+
+    Args:
+        completions: Completions of a rollout.
+        may_drop: Whether observations may be dropped.
+    """
     episodes = [completion for completion in completions if completion.turn_rewards is not None]
     kinds = Counter(one.failure[0] for one in episodes if one.failure is not None)
+    replacements = [sum(part.stop - part.middle for part in one.dropped) for one in episodes]
+    lengths = [len(one.token_ids) - one.num_sampled for one in episodes]
+    dropped = {"rollout/dropped_observations": _mean([len(one.dropped) for one in episodes])} if may_drop else {}
     return {
         "rollout/turns": _mean([len(one.turns) for one in episodes]),
-        "rollout/observed_length": _mean([len(one.token_ids) - one.num_sampled for one in episodes]),
+        "rollout/observed_length": _mean([a - b for a, b in zip(lengths, replacements, strict=True)]),
+        **dropped,
         "rollout/model_errors": float(sum(one.num_errors for one in episodes)),
         "environment/failures": float(kinds.total()),
         **{f"environment/{kind}": float(kinds[kind]) for kind in get_args(Failure)},

@@ -26,13 +26,22 @@ class TokenBudget:
     num_rows: int
     """Number of completions that fit whatever their lengths."""
 
+    def check_contexts(self, num_counted: int, num_contexts: int) -> None:
+        """Raise an error if completions have more contexts than ``num_rows`` counts on, as recorded ones may."""
+        if num_contexts > num_counted:
+            raise ValueError(
+                f"recorded episodes have up to {num_contexts} contexts, but data.micro_batch_tokens counts on "
+                f"{num_counted}: leave it out, or set data.engine.engine to an EnvironmentEngine with max_contexts "
+                f"{num_contexts}"
+            )
+
     def admits(self, groups: Sequence[RolloutBatch]) -> bool:
         """Return whether no micro-batch of these groups, or of a part of them, can exceed the limit.
 
         ``RolloutBatch.split`` adds a row to the micro-batch with the fewest tokens, which has at most the mean of the
         rows before it.
         """
-        lengths = torch.cat([group.lengths for group in groups])
+        lengths = torch.cat([group.num_read for group in groups])
         longest, number = int(lengths.max()), self.num_micro_batches
         return len(lengths) <= self.num_rows or (int(lengths.sum()) - longest) / number + longest <= self.max_tokens
 

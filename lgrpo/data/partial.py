@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lgrpo.checks import check_count
+from lgrpo.contexts import Dropped
 from lgrpo.data.collate import Group
 from lgrpo.data.kept import packed_kept, unpacked_kept
 from lgrpo.data.scorer import GroupScores
@@ -278,11 +279,13 @@ def _packed(completion: Completion) -> dict[str, Any]:
         "turn_rewards": completion.turn_rewards,
         "failure": completion.failure,
         "num_errors": completion.num_errors,
+        "dropped": [tuple(one) for one in completion.dropped],
     }
 
 
 def _unpacked(state: dict[str, Any]) -> Completion:
     tokens, logprobs = state["token_ids"].tolist(), state["logprobs"].tolist()
     earlier = tuple(Span(*span) for span in state["earlier"])
-    kept = unpacked_kept(state.get("kept"))
-    return Completion(**{**state, "token_ids": tokens, "logprobs": logprobs, "earlier": earlier, "kept": kept})
+    kept, dropped = unpacked_kept(state.get("kept")), tuple(Dropped(*one) for one in state.get("dropped", ()))
+    parts = {"token_ids": tokens, "logprobs": logprobs, "earlier": earlier, "kept": kept, "dropped": dropped}
+    return Completion(**{**state, **parts})

@@ -192,7 +192,7 @@ class RolloutSampler:
         batch.metrics = self.scorer.failures([group.scores for group in groups])
         completions = [completion for group in groups for completion in group.completions]
         if self.engine.has_turns:
-            batch.metrics |= episode_metrics(completions)
+            batch.metrics |= episode_metrics(completions, self.engine.max_contexts > 1)
         if self.sampling.returns_kept:
             batch.metrics |= kept_metrics(completions)
         if self._partial is not None or (self.pause is not None and self.pause.is_allowed):

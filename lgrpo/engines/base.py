@@ -77,6 +77,8 @@ class RolloutEngine(ABC):
     """Precision of its weights; None: the policy's, or the trainer's if ``follows_precision``."""
     max_model_len: int | None = None
     """Most tokens of prompt and completion together; None: the model's limit."""
+    max_contexts: int = 1
+    """Largest number of contexts of a completion, which training reads one after another. Valid after ``prepare``."""
     kv_cache_gib: float | None = None
     """Size of the key-value cache in GiB; None: derived from the free memory."""
 

@@ -28,6 +28,9 @@ from lgrpo.environments.worker_episodes import WorkerEpisodes
 from lgrpo.run.resume import ResumeSettings
 from lgrpo.types import Prompt
 
+MAX_CONTEXTS = 32
+"""Largest value of ``max_contexts``: each context is a bit of a batch's ``contexts``."""
+
 
 @final
 class EnvironmentEngine(WrapperEngine):
@@ -35,7 +38,8 @@ class EnvironmentEngine(WrapperEngine):
 
     A completion is a whole episode: sampled tokens, and between turns the tokens of observations, which are not trained
     on. Sampled tokens are kept as they are and never rendered or tokenised again. ``sampling.max_tokens`` limits an
-    episode, observations included; an episode that reaches a limit is truncated.
+    episode, observations included; an episode that reaches a limit is truncated. With ``max_contexts`` it limits each
+    context instead: earlier observations are dropped, from the training on later turns too.
 
     The turns of all episodes that are ready are sampled together; an episode whose environment is slow joins a later
     call. Each turn has its own random stream, so this does not change what is sampled.
@@ -50,6 +54,8 @@ class EnvironmentEngine(WrapperEngine):
         engine: RolloutEngine | None = None,
         max_turns: int = 8,
         max_tokens_per_turn: int | None = None,
+        max_contexts: int = 1,
+        dropped_text: str = "...",
         limits: EpisodeLimits | None = EpisodeLimits(),  # noqa: B008
     ) -> None:
         """
@@ -58,6 +64,10 @@ class EnvironmentEngine(WrapperEngine):
             engine: Engine that samples the turns; by default the embedded one.
             max_turns: Upper limit of turns in an episode.
             max_tokens_per_turn: Upper limit of tokens in a turn; by default ``sampling.max_tokens``.
+            max_contexts: Largest number of contexts of an episode. Above 1, earlier observations are dropped when a
+                turn of ``max_tokens_per_turn`` does not fit after the newest one; the episode continues in another
+                context, which training reads in addition. At 1 it ends there, truncated.
+            dropped_text: Text in place of a dropped observation. It may be empty.
             limits: Processes that run the environment, and their limits; null runs it in this process.
         """
         super().__init__(TransformersEngine() if engine is None else engine)
@@ -65,9 +75,17 @@ class EnvironmentEngine(WrapperEngine):
             raise ValueError("an EnvironmentEngine cannot contain a ReplayEngine: put it inside, as data.engine.engine")
         check_count("data.engine.max_turns", max_turns, at_least=1)
         check_count("data.engine.max_tokens_per_turn", max_tokens_per_turn, at_least=1)
+        check_count("data.engine.max_contexts", max_contexts, at_least=1, at_most=MAX_CONTEXTS)
+        if max_contexts > 1 and max_tokens_per_turn is None:
+            raise ValueError(
+                f"data.engine.max_contexts is {max_contexts}, which needs max_tokens_per_turn: observations "
+                "are dropped when a turn of that length does not fit"
+            )
         self.environment = environment
         self.max_turns = max_turns
         self.max_tokens_per_turn = max_tokens_per_turn
+        self.max_contexts = max_contexts
+        self.dropped_text = dropped_text
         self.limits = limits
         self.can_continue = self.engine.can_continue
         self._episodes: Episodes | None = None
@@ -107,6 +125,8 @@ class EnvironmentEngine(WrapperEngine):
             "environment": type(self.environment).__qualname__,
             "max_turns": self.max_turns,
             "max_tokens_per_turn": self.max_tokens_per_turn,
+            "max_contexts": self.max_contexts,
+            "dropped_text": self.dropped_text,
         }
 
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -119,8 +139,20 @@ class EnvironmentEngine(WrapperEngine):
         remaining = iter(prompts)
         first = list(islice(remaining, 1))
         if first:
-            ObservationEncoder(tokenizer, first[0].chat).check()
+            encoder = ObservationEncoder(tokenizer, first[0].chat)
+            encoder.check()
+            if self.max_contexts > 1:
+                self._check_dropped_text(encoder)
         self.engine.prepare(tokenizer, chain(first, remaining), group_size, sampling)
+
+    def _check_dropped_text(self, encoder: ObservationEncoder) -> None:
+        """Raise an error if the tokenizer has no tokens for the text in place of dropped observations."""
+        tokenizer, text = encoder.tokenizer, self.dropped_text
+        if tokenizer.unk_token_id in tokenizer(text, add_special_tokens=False).input_ids:
+            raise ValueError(
+                f"data.engine.dropped_text {text!r} has characters the tokenizer cannot encode: set it to another text "
+                "or to an empty one"
+            )
 
     def _start(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Environment, Episodes]:
         """Return the environment, and the episodes of it."""
@@ -139,7 +171,8 @@ class EnvironmentEngine(WrapperEngine):
     def sample(self, generation: Generation) -> None:
         environment, episodes = self._start(generation.tokenizer)
         arguments: Any = self.engine, environment, episodes, generation
-        limits: Any = {"max_turns": self.max_turns, "max_tokens_per_turn": self.max_tokens_per_turn}
+        names = ("max_turns", "max_tokens_per_turn", "max_contexts", "dropped_text")
+        limits: Any = {name: getattr(self, name) for name in names}
         if generation.is_partial:
             sampler: EpisodeSampler = PartialEpisodeSampler(*arguments, live=self._live, **limits)
         else:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from lgrpo.contexts import Dropped
 from lgrpo.environments.base import Observation, TurnError
 from lgrpo.environments.episodes import EpisodeFailure
 from lgrpo.functional.random import stream_seed
@@ -30,6 +31,9 @@ class Episode:
     kept: Kept | None = None
     """Tokens that could have been drawn at each position; none where the environment wrote a token."""
     observed: list[tuple[int, int]] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
+    """Observations as the environment returned them, one for each range of ``observed``."""
+    dropped: list[Dropped] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     """Its tokens by the weights that sampled them; observed tokens belong to the turn before them."""
     rewards: list[float] = field(default_factory=list)
@@ -73,11 +77,32 @@ class Episode:
             turn_rewards=tuple(self.rewards),
             failure=None if self.failure is None else (self.failure.kind, str(self.failure)),
             num_errors=len(self.errors),
+            dropped=tuple(self.dropped),
         )
+
+    @property
+    def num_contexts(self) -> int:
+        """Number of contexts of its turns so far."""
+        return 1 + len({one.turn for one in self.dropped})
+
+    @property
+    def in_context(self) -> list[int]:
+        """Indices of the observations that are in the current context."""
+        gone = {one.start for one in self.dropped}
+        return [index for index, (start, _) in enumerate(self.observed) if start not in gone]
+
+    @property
+    def context_length(self) -> int:
+        """Number of its tokens in the current context, without the prompt."""
+        return len(self.token_ids) - sum(one.middle - one.start for one in self.dropped)
 
     def turn_prompt(self, seed: int) -> Prompt:
         """Return the context of its next turn, with a random stream of its own."""
-        token_ids = self.prompt.token_ids + self.token_ids
+        token_ids, start = list(self.prompt.token_ids), 0
+        for one in self.dropped:
+            token_ids += self.token_ids[start : one.start]
+            start = one.middle
+        token_ids += self.token_ids[start:]
         position = stream_seed(seed, self.prompt.position, self.sibling, self.num_turns)
         return replace(self.prompt, token_ids=token_ids, position=position)
 
@@ -93,15 +118,36 @@ class Episode:
         self.part = None
         self.first_turn = self.first_turn or turn
 
-    def add_observation(self, token_ids: list[int]) -> None:
-        """Add the tokens of an observation."""
-        start, stop = len(self.token_ids), len(self.token_ids) + len(token_ids)
-        self.kept = self._kept_with(len(token_ids), None)
-        self.token_ids = self.token_ids + token_ids
-        self.logprobs = self.logprobs + [0.0] * len(token_ids)
-        self.observed.append((start, stop))
-        last = self.spans[-1]
-        self.spans = merged([*self.spans, last._replace(num_tokens=len(token_ids))])
+    def add_observation(self, token_ids: list[int], observation: Observation) -> None:
+        """Add an observation and its tokens."""
+        start = len(self.token_ids)
+        self.observed.append((start, start))
+        self.observations.append(observation)
+        self._insert(len(self.observed) - 1, token_ids)
+
+    def drop(self, index: int, replacement: list[int]) -> None:
+        """Leave an observation out of the contexts from the next turn on; they have ``replacement`` in its place.
+
+        Observations must be dropped in their order, so that ``dropped`` has it.
+        """
+        start, middle = self.observed[index]
+        self._insert(index, replacement)
+        self.dropped.append(Dropped(start, middle, middle + len(replacement), self.num_turns))
+
+    def _insert(self, index: int, token_ids: list[int]) -> None:
+        """Add tokens at the end of an observation, moving what follows."""
+        count, (start, stop) = len(token_ids), self.observed[index]
+        self.token_ids = self.token_ids[:stop] + token_ids + self.token_ids[stop:]
+        self.logprobs = self.logprobs[:stop] + [0.0] * count + self.logprobs[stop:]
+        self.kept = None if self.kept is None else self.kept.with_empty(stop, count)
+        later = [(first + count, last + count) for first, last in self.observed[index + 1 :]]
+        self.observed[index:] = [(start, stop + count), *later]
+        end = 0
+        for number, span in enumerate(self.spans):
+            end += span.num_tokens
+            if end >= stop:  # the span of the turn before the observation
+                self.spans[number] = span._replace(num_tokens=span.num_tokens + count)
+                break
 
     def _kept_with(self, num_tokens: int, kept: Kept | None) -> Kept | None:
         """Return ``kept`` with that of further tokens."""

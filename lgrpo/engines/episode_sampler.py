@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lgrpo.engines.base import RolloutEngine
 from lgrpo.engines.completions import Generation, Sampling
 from lgrpo.engines.episode import Episode
-from lgrpo.engines.observations import ObservationEncoder, as_messages
+from lgrpo.engines.observations import ObservationEncoder, as_messages, replaced
 from lgrpo.engines.recovery import EngineError
 from lgrpo.environments.base import Environment, Observation, Turn
 from lgrpo.environments.episodes import EpisodeFailure, Episodes
@@ -35,6 +35,8 @@ class EpisodeSampler:
         *,
         max_turns: int,
         max_tokens_per_turn: int | None,
+        max_contexts: int = 1,
+        dropped_text: str = "",
     ) -> None:
         self._engine = engine
         self._environment = environment
@@ -42,6 +44,8 @@ class EpisodeSampler:
         self._generation = generation
         self._max_turns = max_turns
         self._max_tokens_per_turn = max_tokens_per_turn
+        self._max_contexts = max_contexts
+        self._dropped_text = dropped_text
         self._groups = [
             [Episode(index, sibling, prompt) for sibling in range(generation.num_samples)]
             for index, prompt in enumerate(generation.prompts)
@@ -105,7 +109,7 @@ class EpisodeSampler:
         unit = max(1, max_tokens // _NUM_BUDGETS)
         found: dict[int, list[Episode]] = {}
         for episode in ready:
-            left = max_tokens - len(episode.token_ids)
+            left = max_tokens - episode.context_length
             budget = self._turn_sampling(left).max_tokens
             if budget == left and left > unit:
                 budget -= left % unit
@@ -215,17 +219,42 @@ class EpisodeSampler:
         encoder = ObservationEncoder(self._generation.tokenizer, episode.prompt.chat)
         try:
             token_ids = encoder(turn.observation, episode.token_ids[-1])
+            self._drop_if_needed(episode, len(token_ids), encoder)
         except ValueError as error:
             self._fail(episode, EpisodeFailure("errors", str(error)))
             return False
         if not token_ids:
             self._fail(episode, EpisodeFailure("errors", "the observation is empty, but the episode is not over"))
             return False
-        if len(episode.token_ids) + len(token_ids) >= self._generation.sampling.max_tokens:  # no token for another turn
+        if self._num_left(episode, len(token_ids)) <= 0:
             self._truncate(episode)
             return False
-        episode.add_observation(token_ids)
+        episode.add_observation(token_ids, turn.observation)
         return True
+
+    def _num_left(self, episode: Episode, num_tokens: int) -> int:
+        """Return how many tokens of the context are left for another turn after an observation of so many tokens."""
+        return self._generation.sampling.max_tokens - episode.context_length - num_tokens
+
+    def _drop_if_needed(self, episode: Episode, num_tokens: int, encoder: ObservationEncoder) -> None:
+        """Drop the earlier observations of an episode if a whole turn does not fit after one of so many tokens.
+
+        None is dropped if that would leave no token for another turn.
+        """
+        left = self._num_left(episode, num_tokens)
+        if episode.num_contexts == self._max_contexts or left >= (self._max_tokens_per_turn or 0):
+            return
+        shorter: dict[int, list[int]] = {}
+        for index in episode.in_context:
+            start, stop = episode.observed[index]
+            observation = replaced(episode.observations[index], self._dropped_text)
+            token_ids = encoder(observation, episode.token_ids[start - 1])
+            if len(token_ids) < stop - start:
+                shorter[index] = token_ids
+                left += stop - start - len(token_ids)
+        if left > 0:
+            for index, token_ids in shorter.items():
+                episode.drop(index, token_ids)
 
     def _truncate(self, episode: Episode) -> None:
         """End an episode at a limit, once the environment has given its last reward."""

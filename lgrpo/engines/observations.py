@@ -181,6 +181,13 @@ def as_messages(observation: Observation) -> Sequence[Message]:
     return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
 
 
+def replaced(observation: Observation, text: str) -> Observation:
+    """Return an observation with a text in place of what it says, in messages of the same roles."""
+    if isinstance(observation, str):
+        return text
+    return [{**message, "content": text} for message in observation]
+
+
 def _check_prefix(turn: int, before: str, after: str) -> None:
     """Raise an error with the turn and the difference if a conversation does not begin as it was rendered before."""
     if after.startswith(before):

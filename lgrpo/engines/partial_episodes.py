@@ -82,12 +82,9 @@ class PartialEpisodeSampler(EpisodeSampler):
         generation: Generation,
         *,
         live: LiveEpisodes,
-        max_turns: int,
-        max_tokens_per_turn: int | None,
+        **limits: Any,
     ) -> None:
-        super().__init__(
-            engine, environment, episodes, generation, max_turns=max_turns, max_tokens_per_turn=max_tokens_per_turn
-        )
+        super().__init__(engine, environment, episodes, generation, **limits)
         self._live = live
         self._answers = live.answers
         self._changed = threading.Condition()

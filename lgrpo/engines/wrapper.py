@@ -23,7 +23,7 @@ class WrapperEngine(RolloutEngine):
         super().__init__()
         self.engine = engine
         self.can_overlap, self.has_own_device = engine.can_overlap, engine.has_own_device
-        self.dtype, self.returns_kept = engine.dtype, engine.returns_kept
+        self.dtype, self.returns_kept, self.max_contexts = engine.dtype, engine.returns_kept, engine.max_contexts
 
     def check_installed(self) -> None:
         self.engine.check_installed()

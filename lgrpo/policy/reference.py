@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lgrpo.policy import adapters
 from lgrpo.policy.causal import CausalPolicy
+from lgrpo.policy.sequences import read_in_context
 from lgrpo.types import RolloutBatch
 from lgrpo.weights import PolicyWeights
 
@@ -68,7 +69,7 @@ class ReferenceLogprobs:
         key = (batch.rollout, *batch.rows.tolist())
         if key not in self._cached:
             with torch.no_grad():
-                logprobs, _ = reference(batch.tokens, batch.completion_mask, batch.temperature, kept=batch.kept)
+                logprobs, _ = read_in_context(reference, batch)
             current = {k: v for k, v in self._cached.items() if k[0] == batch.rollout}
             self._cached = current | {key: logprobs}
         return self._cached[key]

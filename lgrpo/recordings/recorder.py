@@ -125,6 +125,7 @@ class RolloutRecorder(RolloutCallback):
                     "spans": spans if len(spans) > 1 else None,
                     "observed": [{"start": start, "stop": stop} for start, stop in completion.observed] or None,
                     "turn_rewards": completion.turn_rewards,
+                    "dropped": [one._asdict() for one in completion.dropped] or None,
                     "episode_failed": None if completion.turn_rewards is None else completion.failure is not None,
                     "kept_token_ids": None if completion.kept is None else completion.kept.token_ids.tolist(),
                     "kept_counts": None if completion.kept is None else completion.kept.counts.tolist(),

@@ -21,6 +21,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
+from lgrpo.contexts import Dropped
 from lgrpo.kept import Kept
 from lgrpo.rewards import FailedScore
 from lgrpo.run.atomic import replaced
@@ -52,6 +53,8 @@ SCHEMA = pa.schema(
         ("observed", pa.list_(pa.struct([("start", pa.int32()), ("stop", pa.int32())]))),
         ("turn_rewards", pa.list_(pa.float32())),
         ("episode_failed", pa.bool_()),
+        # observations that later contexts do not have: tokens [start, middle), replaced by [middle, stop) from turn on
+        ("dropped", pa.list_(pa.struct([(name, pa.int32()) for name in Dropped._fields]))),
         # of truncated sampling: tokens that could have been drawn, and how many of them belong to each of token_ids
         ("kept_token_ids", pa.list_(pa.int32())),
         ("kept_counts", pa.list_(pa.int32())),
@@ -61,7 +64,7 @@ SCHEMA = pa.schema(
 
 _KEY = b"lgrpo"
 _FORMAT = 1
-_OPTIONAL = ("observed", "turn_rewards", "episode_failed", "kept_token_ids", "kept_counts")
+_OPTIONAL = ("observed", "turn_rewards", "episode_failed", "dropped", "kept_token_ids", "kept_counts")
 """Columns that only episodes or completions of truncated sampling have."""
 _ADDED = ("spans", *_OPTIONAL)
 """Columns that older recordings do not have."""
@@ -220,8 +223,14 @@ def _completion(row: Mapping[str, Any], keeps_reward: bool) -> Completion:
         observed=observed,
         turn_rewards=None if row["turn_rewards"] is None else tuple(row["turn_rewards"]),
         failure=("errors", "its environment failed when it was recorded") if row["episode_failed"] else None,
+        dropped=dropped_in(row),
         kept=_kept(row["kept_token_ids"], row["kept_counts"]),
     )
+
+
+def dropped_in(row: Mapping[str, Any]) -> tuple[Dropped, ...]:
+    """Return the dropped observations of a recorded row."""
+    return tuple(Dropped(**one) for one in row["dropped"] or [])
 
 
 def _kept(token_ids: list[int] | None, counts: list[int] | None) -> Kept | None:

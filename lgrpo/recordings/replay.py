@@ -17,7 +17,7 @@ from lgrpo.engines.transformers import TransformersEngine
 from lgrpo.engines.wrapper import WrapperEngine
 from lgrpo.recordings.priority import draw, recent_groups, recorded_priorities
 from lgrpo.recordings.recording import RecordedGroup, Recording
-from lgrpo.recordings.tokens import check_completion_lengths, check_sampling, tokenised
+from lgrpo.recordings.tokens import check_completion_lengths, check_sampling, max_contexts, tokenised
 from lgrpo.types import Completion, Prompt
 from lgrpo.weights import PolicyWeights
 
@@ -91,6 +91,7 @@ class ReplayEngine(WrapperEngine):
         check_sampling(recording, sampling)
         recording.table = tokenised(recording, tokenizer, sampling.max_tokens)
         check_completion_lengths(recording, sampling.max_tokens)
+        self.max_contexts = max(self.engine.max_contexts, max_contexts(recording))
         groups = recent_groups(recording, self.max_age)
         used = [row for group in groups for row in group.rows]
         if self.rewards == "recorded" and (unscored := recording.table["reward"].take(used).null_count):

@@ -9,6 +9,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
+from lgrpo.contexts import context_lengths
 from lgrpo.engines.completions import Sampling
 from lgrpo.recordings.recording import Recording, with_column
 from lgrpo.tasks.template import longest_token
@@ -89,11 +90,25 @@ def completion_token_ids(text: str, finish_reason: str, tokenizer: PreTrainedTok
 
 
 def check_completion_lengths(recording: Recording, max_tokens: int) -> None:
-    """Raise an error if a completion is longer than the run allows."""
+    """Raise an error if a completion, or a context of an episode, is longer than the run allows."""
     lengths = pc.list_value_length(recording.table["token_ids"]).to_pylist()
+    for row, own in _context_lengths(recording).items():
+        lengths[row] = max(own)
     for row, length in enumerate(lengths):
         if length > max_tokens:
             raise ValueError(
                 f"completion {row} of {recording.name} has {length} tokens, but data.sampling.max_tokens is "
                 f"{max_tokens}: raise it to {max(lengths)}"
             )
+
+
+def max_contexts(recording: Recording) -> int:
+    """Return the largest number of contexts of a completion."""
+    return max((len(lengths) for lengths in _context_lengths(recording).values()), default=1)
+
+
+def _context_lengths(recording: Recording) -> dict[int, list[int]]:
+    """Return the lengths of the contexts of each episode with dropped observations, by row."""
+    rows = recording.table["dropped"].is_valid().to_numpy().nonzero()[0].tolist()
+    completions = recording.completions(rows, "recorded") if rows else []
+    return {row: context_lengths(one.contexts) for row, one in zip(rows, completions, strict=True)}

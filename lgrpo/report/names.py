@@ -21,6 +21,7 @@ _ROLLOUT = [
     "kept_incomplete",
     "turns",
     "observed_length",
+    "dropped_observations",
     "turn_signal_fraction",
     "model_errors",
     "late_waiting",

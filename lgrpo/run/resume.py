@@ -48,6 +48,8 @@ CHANGEABLE = {
     "environment": "episodes from here on are of another environment",
     "max_turns": "episodes from here on end after another number of turns",
     "max_tokens_per_turn": "turns from here on end after another number of tokens",
+    "max_contexts": "episodes from here on have another number of contexts",
+    "dropped_text": "dropped observations from here on are replaced by another text",
     "loss": "steps from here on minimise another loss",
     "model.step_rule": "updates from here on are scaled by another rule",
     "trainer.accumulate_grad_batches": "the gradient is the same except for rounding",

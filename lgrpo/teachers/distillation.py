@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.checks import check_count, check_range
 from lgrpo.functional import Direction, TeacherDivergence, TopLogprobs
 from lgrpo.policy import CausalPolicy
+from lgrpo.policy.sequences import sequences
 from lgrpo.tasks.template import Template
 from lgrpo.teachers.base import Teacher
 from lgrpo.types import Prompt, RolloutBatch
@@ -87,22 +88,22 @@ class Distillation:
         self, batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, prompt_at: Callable[[int], Prompt]
     ) -> tuple[Tensor, Tensor]:
         """Return the tokens that the teacher reads, with prompts of its own if it has a template, and their mask."""
+        read = sequences(batch)
         if self.teacher_template is None:
-            return batch.tokens, batch.completion_mask
+            return read.tokens, read.sampled
         rows, masks = [], []
-        for index, (position, length) in enumerate(zip(batch.positions.tolist(), batch.lengths.tolist(), strict=True)):
-            prompt, start = prompt_at(position), batch.columns(index).start
-            if start and batch.tokens[index, :start].tolist() != prompt.token_ids:
+        for tokens, sampled, row in zip(read.tokens.cpu(), read.sampled.cpu(), read.rows.tolist(), strict=True):
+            position, start = int(batch.positions[row]), batch.columns(row).start
+            prompt = prompt_at(position)
+            if start and tokens[:start].tolist() != prompt.token_ids:
                 raise ValueError(
                     "teacher_template needs the rows of the task, but this completion answers another prompt than "
                     f"the one at position {position}: it cannot be used with recorded rollouts of another run"
                 )
             own = _token_ids(self.teacher_template, prompt, tokenizer)
-            completion = slice(start or length, length)
-            rows.append(torch.cat([torch.tensor(own), batch.tokens[index, completion].cpu()]))
-            masks.append(
-                torch.cat([torch.zeros(len(own), dtype=torch.bool), batch.completion_mask[index, completion].cpu()])
-            )
+            completion = slice(start, int(sampled.nonzero().max()) + 1 if start else 0)
+            rows.append(torch.cat([torch.tensor(own), tokens[completion]]))
+            masks.append(torch.cat([torch.zeros(len(own), dtype=torch.bool), sampled[completion]]))
         return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
 
     def close(self) -> None:

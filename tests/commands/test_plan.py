@@ -286,3 +286,24 @@ def test_rates_are_those_of_the_rows():
     assert rates.trained == pytest.approx(mean(trained), rel=0.05)
     assert rates.rest == pytest.approx(mean(rest[1:]) / 30, rel=0.05), "the engine was kept in the last two"
     assert rates.start == pytest.approx(rest[0] - 30 * rates.rest, rel=0.05)
+
+
+def test_contexts_of_episodes(capsys):
+    """Training reads each context, so a micro-batch of as many completions takes as many times the memory."""
+    game = ["--config", str(CONFIGS / "guess_number.yaml")]
+    engine = "--data.engine.init_args."
+    several = [f"{engine}max_contexts=3", f"{engine}max_tokens_per_turn=3"]
+    budget = ["--data.micro_batch_tokens=2000", "--data.max_prompt_tokens=80"]
+
+    def rows_of(*options):
+        main(["plan", *game, *options])
+        return dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
+
+    one, three = (rows_of(*options, *budget) for options in ([], several))
+    assert "in each of up to 3 contexts (data.engine.max_contexts)" in three["rollout"]
+    assert "contexts" not in one["rollout"]
+    assert "at least 13 in each step" in one["micro-batches"]  # 128 completions, 10 of 200 tokens in each
+    assert "at least 43 in each step" in three["micro-batches"]  # 3 of 600 tokens
+    plain, longer = (rows_of(*options)["memory, in a step"] for options in ([], several))
+    gib = [float(text.split("activations ")[1].split()[0]) for text in (plain, longer)]
+    assert gib[1] == pytest.approx(3 * gib[0], rel=0.01)

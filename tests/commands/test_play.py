@@ -209,3 +209,23 @@ class TestTerminal:
         assert "Enter" not in done.stdout
         assert "\x1b" not in done.stdout
         assert re.search(r"^task +reward ", done.stdout, re.MULTILINE)
+
+
+def test_dropped_observations_are_shown(tmp_path, capsys, monkeypatch):
+    """The third turn of the game does not fit beside both observations: the first is replaced by a full stop."""
+    folder = tmp_path / "run"
+    settings = ["--data.sampling.max_tokens=18", "--data.num_prompts=4"]
+    settings += [f"--data.engine.init_args.{setting}" for setting in ("max_contexts=2", "dropped_text=.")]
+    main(["fit", f"--config={ROOT / 'configs' / 'guess_number.yaml'}", f"--run={folder}", *SHORT, *settings])
+    for index in range(5):  # one of them is 5
+        monkeypatch.setattr("sys.stdin", io.StringIO("1\n2\n3\n"))
+        shown = play(folder, "--human", "--tokens", f"--index={index}", capsys=capsys)
+        if shown.count("observed  Higher.\n") == 2 and "turn 3" in shown:
+            break
+    second = shown[shown.index("turn 2") :]
+    assert "observed  Higher.\n          (7 tokens, not trained on)\n" in second
+    assert "\ndropped   earlier observations; the context is 6 tokens shorter\nturn 3\n" in second
+    tokens = [int(line.split()[0]) for line in second.splitlines() if " observed " in line]
+    assert tokens == list(range(2 + 2 + 1 + 2, 2 + 2 + 1 + 2 + 7)), "indices in the new context"
+    assert "\ntokens    6 sampled, 14 observed\ndropped   1 observation, which later turns did not see\n" in second
+    assert read_series(folder)["rollout/dropped_observations"]

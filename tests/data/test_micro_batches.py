@@ -27,7 +27,7 @@ class Sizes(L.Callback):
         self.sizes: list[int] = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.sizes.append(int(batch.lengths.sum()))
+        self.sizes.append(int(batch.num_read.sum()))
 
 
 @pytest.mark.parametrize("budget", [10, 11, 25, 40, 80])
@@ -39,6 +39,21 @@ def test_no_lengths_exceed_the_budget(budget):
         pieces = batch.split(num_micro_batches(len(batch), 10, budget))
         assert max(int(piece.lengths.sum()) for piece in pieces) <= budget
         assert sum(len(piece) for piece in pieces) == len(batch)
+
+
+@pytest.mark.parametrize("budget", [30, 45, 80])
+def test_contexts_of_episodes_count(budget):
+    for seed in range(40):
+        batch = a_batch(size=24, seed=seed)
+        num_contexts = torch.randint(1, 4, (24, 1), generator=torch.Generator().manual_seed(seed))
+        batch.contexts = ((1 << num_contexts) - 1) * batch.attention_mask
+        assert batch.num_read.tolist() == (batch.lengths * num_contexts[:, 0]).tolist()
+        pieces = batch.split(num_micro_batches(len(batch), 3 * 10, budget))
+        assert max(int(piece.num_read.sum()) for piece in pieces) <= budget
+    batch.attention_mask[:8], batch.loss_mask[:8] = True, True
+    batch.contexts[:8] = torch.tensor([7, 1, 1, 1, 7, 1, 1, 1])[:, None]
+    pieces = batch.select(torch.arange(8)).split(4)
+    assert [int(piece.num_read.sum()) for piece in pieces] == [30] * 4
 
 
 def test_a_run_respects_the_budget_and_its_gradient_is_the_same():

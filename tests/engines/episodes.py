@@ -8,9 +8,11 @@ import torch
 
 from lgrpo.engines import EnvironmentEngine, Sampling, completion_text
 from lgrpo.engines.completions import Generation
-from tests.environments.diaries import Counting, Diary, diaries, told
+from tests.environments.diaries import Counting, Diary, Talkative, diaries, told
 
 SAMPLING = Sampling(max_tokens=20, stop=list("56789"))
+DROPPING = {"max_tokens_per_turn": 4, "max_contexts": 3, "dropped_text": ">"}
+"""Settings with which episodes of ``Talkative`` drop observations."""
 
 
 def texts_of(episode, tokenizer, stop):
@@ -18,37 +20,66 @@ def texts_of(episode, tokenizer, stop):
     return [completion_text(episode.token_ids[start:end], stop, tokenizer) for start, end in episode.turns]
 
 
+def context_of(prompt, episode, turn):
+    """Return the tokens that the model read before a turn."""
+    kept, start = list(prompt.token_ids), 0
+    for one in episode.dropped:
+        end = episode.turns[turn][0]
+        kept += episode.token_ids[start : min(one.start, end)]
+        if one.start < end:
+            kept += episode.token_ids[slice(one.middle, one.stop) if one.turn <= turn else slice(one.start, one.middle)]
+        start = one.stop
+    return kept + episode.token_ids[start : episode.turns[turn][0]]
+
+
 def mismatch_of(policies, prompt, episode):
-    """Return the largest difference of a log-probability from that under the weights of its step."""
-    length, worst, start = len(prompt.token_ids), 0.0, 0
-    tokens = torch.tensor([prompt.token_ids + episode.token_ids])
-    mask = torch.arange(tokens.shape[1])[None] >= length
-    for first, last in episode.observed:
-        mask[0, length + first : length + last] = False
-    for num_tokens, step, _ in episode.spans:
-        with torch.no_grad():
-            expected, _ = policies[step](tokens, mask, 1.0)
-        own = slice(start, start + num_tokens)
-        sampled = mask[0, length:][own]
-        difference = expected[0, length:][own][sampled] - torch.tensor(episode.logprobs)[own][sampled]
-        worst = max(worst, float(difference.abs().max()) if len(difference) else 0.0)
-        start += num_tokens
-    assert start == len(episode.token_ids)
+    """Return the largest difference of a log-probability from that under the weights of its step, in its context."""
+    steps = [step for num_tokens, step, _ in episode.spans for _ in range(num_tokens)]
+    assert len(steps) == len(episode.token_ids) == len(episode.logprobs)
+    worst = 0.0
+    for turn, (start, stop) in enumerate(episode.turns):
+        context = context_of(prompt, episode, turn)
+        tokens = torch.tensor([context + episode.token_ids[start:stop]])
+        mask = torch.arange(tokens.shape[1])[None] >= len(context)
+        for step in set(steps[start:stop]):
+            with torch.no_grad():
+                expected, _ = policies[step](tokens, mask, 1.0)
+            own = torch.tensor(steps[start:stop]) == step
+            difference = expected[0, len(context) :][own] - torch.tensor(episode.logprobs[start:stop])[own]
+            worst = max(worst, float(difference.abs().max()))
     return worst
 
 
 def check_episodes(policy, engine, prompts, tolerance):
     """Check that engine and policy agree at every sampled token of every turn."""
     wrapped = EnvironmentEngine(Counting(), engine, max_tokens_per_turn=6, limits=None)
+    groups = check_agreement(policy, wrapped, prompts, tolerance)
+    assert sum(len(episode.turns) == 3 for group in groups for episode in group) >= len(prompts)
+    again = wrapped.generate(prompts[1:], 4, SAMPLING, 0, policy.tokenizer)
+    assert [[e.token_ids for e in group] for group in again] == [[e.token_ids for e in group] for group in groups[1:]]
+
+
+def check_dropping_episodes(policy, engine, prompts, tolerance, folder):
+    """Check the same of episodes that drop observations."""
+    wrapped = EnvironmentEngine(Talkative(folder), engine, limits=None, **DROPPING)
+    groups = check_agreement(policy, wrapped, prompts, tolerance)
+    assert sum(len({one.turn for one in e.dropped}) == 2 for group in groups for e in group) >= len(prompts)
+
+
+def check_agreement(policy, wrapped, prompts, tolerance):
     groups = wrapped.generate(prompts, 4, SAMPLING, 0, policy.tokenizer)
-    policies = {engine.state.step: policy}
+    policies = {wrapped.state.step: policy}
     mismatches = [
         mismatch_of(policies, p, episode) for p, group in zip(prompts, groups, strict=True) for episode in group
     ]
     assert max(mismatches) <= tolerance
-    assert sum(len(episode.turns) == 3 for group in groups for episode in group) >= len(prompts)
-    again = wrapped.generate(prompts[1:], 4, SAMPLING, 0, policy.tokenizer)
-    assert [[e.token_ids for e in group] for group in again] == [[e.token_ids for e in group] for group in groups[1:]]
+    return groups
+
+
+def spoken(episode):
+    """Return the tokens of an episode without replacements of dropped observations."""
+    replacements = {index for one in episode.dropped for index in range(one.middle, one.stop)}
+    return [token for index, token in enumerate(episode.token_ids) if index not in replacements]
 
 
 def generate_in_parts(wrapped, prompts, tokenizer, cuts, before_part=lambda number: None):
@@ -82,7 +113,7 @@ def generate_in_parts(wrapped, prompts, tokenizer, cuts, before_part=lambda numb
         for place, group in part.begun.items():
             after = part.groups.get(place) or part.unfinished[place]
             for one, other in zip(group, after, strict=True):
-                assert other.token_ids[: len(one.token_ids)] == one.token_ids, "tokens are kept"
+                assert spoken(other)[: len(spoken(one))] == spoken(one), "tokens are kept"
                 rewards = one.turn_rewards or ()
                 assert (other.turn_rewards or ())[: len(rewards)] == rewards
         whole |= {asked[place]: group for place, group in part.groups.items()}
@@ -94,14 +125,17 @@ def generate_in_parts(wrapped, prompts, tokenizer, cuts, before_part=lambda numb
     return [whole[index] for index in range(len(prompts))], parts
 
 
-def check_continued_episodes(policy, engine, prompts, tolerance, cuts, folder, limits=None, environment=Diary):
+def check_continued_episodes(
+    policy, engine, prompts, tolerance, cuts, folder, limits=None, environment=Diary, **settings
+):
     """Check that episodes are cut anywhere, and continued with other weights, in the same environments.
 
     The engine holds the policy's weights, as it does afterwards.
     """
     step, tokenizer = engine.state.step, policy.tokenizer
     policies = {step: policy}
-    wrapped = EnvironmentEngine(environment(folder), engine, max_tokens_per_turn=6, limits=limits)
+    settings = {"max_tokens_per_turn": 6} | settings
+    wrapped = EnvironmentEngine(environment(folder), engine, limits=limits, **settings)
 
     def change_weights(number):
         if number:

@@ -30,7 +30,9 @@ from lgrpo.report import read_series
 from lgrpo.rewards import EnvironmentReward, WeightedSum
 from lgrpo.tasks import EnvironmentTask, SortDigits, Template
 from lgrpo.types import Prompt
-from tests.helpers import LowDigits, build, fit, largest_difference, tiny_policy
+from tests.engines.episodes import context_of, mismatch_of
+from tests.environments.diaries import Talkative
+from tests.helpers import MODEL, LowDigits, build, fit, largest_difference, tiny_policy
 
 PROMPTS = [Prompt(token_ids=[3, 5, 11], text="24>", row={"question": "24"}, position=position) for position in range(3)]
 
@@ -226,7 +228,7 @@ def test_a_recorded_run_is_repeated_exactly(tmp_path):
 def test_the_fingerprint_of_an_old_recording_is_the_same(tmp_path):
     fit(v=1, rollouts=1, callbacks=[RolloutRecorder(path=str(tmp_path))])
     recording = Recording.read(str(tmp_path))
-    old = recording.table.drop_columns(["observed", "turn_rewards", "episode_failed"]).combine_chunks()
+    old = recording.table.drop_columns(["observed", "turn_rewards", "episode_failed", "dropped"]).combine_chunks()
     digest = hashlib.sha256()
     for batch in old.to_batches():
         digest.update(batch.serialize())
@@ -439,6 +441,34 @@ def test_an_observation_is_the_difference_it_makes(tokenizer):
     assert after_stop == [tokenizer.eos_token_id, *after_end]
     tool = encoder([{"role": "tool", "content": "4"}], tokenizer.eos_token_id)
     assert tool == tokenizer("\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n").input_ids
+
+
+def test_dropped_messages_are_replaced_in_a_chat(tokenizer, tmp_path):
+    """Each by a message of its role, in the contexts of the engine and in those that training reads."""
+
+    class Tools(Talkative):
+        def step(self, text):
+            turn = super().step(text)
+            messages = [{"role": "tool", "content": turn.observation}, {"role": "user", "content": "Go on to the end."}]
+            return turn._replace(observation=messages)
+
+    tokenizer.chat_template = CHATML
+    torch.manual_seed(0)
+    policy = tiny_policy(
+        config=MODEL | {"max_position_embeddings": 512}, characters=None, tokenizer=tokenizer.name_or_path
+    )
+    policy.build()
+    engine = engine_of(Tools(tmp_path), max_tokens_per_turn=16, max_contexts=2)
+    engine.load_weights(policy.weights(), step=0)
+    prompts = [Prompt(token_ids=tokenizer("12").input_ids, text="12", row={}, position=0, chat={})]
+    ((episode,),) = engine.generate(
+        prompts, 1, Sampling(max_tokens=300, stop=list("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ")), 0, tokenizer
+    )
+    assert mismatch_of({0: policy}, prompts[0], episode) < 1e-5
+    shown = tokenizer.decode(context_of(prompts[0], episode, episode.dropped[0].turn)).replace(" ", "")
+    replacement = "".join(f"\n<|im_start|>{role}\n...<|im_end|>" for role in ("tool", "user"))
+    assert shown.count(f"{replacement}\n<|im_start|>assistant\n") == len(episode.dropped) > 0
+    assert shown.count("2345>") == 1
 
 
 def test_templates_that_change_earlier_turns(tokenizer):

@@ -47,6 +47,16 @@ class Diary(Counting):
             file.write(json.dumps([method, os.getpid(), text]) + "\n")
 
 
+class Talkative(Diary):
+    """Says much in each of up to eight turns, so that contexts overflow. Rewards low digits."""
+
+    def step(self, text):
+        self.write("step", text)
+        self.turn += 1
+        reward = sum(c in "01234" for c in text) / 6
+        return Turn(f"{self.turn}{text[:1]}2345>", reward, done=self.turn == 8)
+
+
 class Uneven(Diary):
     """Ends when a text begins with a low digit, so that episodes have very different numbers of turns."""
 

@@ -119,6 +119,7 @@ def completions(rollouts: int, group_size: int = 8, period: int = 10, seed: int 
                     "behaviour_step": rollout // period * period,
                     "lag": rollout % period,
                     "version": rollout // period,
+                    "dropped": 2 if sibling == 0 and rollout % 10 == 0 else None,
                 }
             )
     return rows

@@ -345,6 +345,7 @@ class TestTable:
             ({"#filter-lag": "2..4"}, lambda r: 2 <= r["lag"] <= 4),
             ({"#filter-version": "3"}, lambda r: r["version"] == 3),
             ({"#filter-advantage": "<=-1"}, lambda r: r["advantage"] <= -1),
+            ({"#filter-dropped": ">0"}, lambda r: r["dropped"] is not None),
             ({"select#filter-live": "no"}, lambda r: not r["live"]),
             ({"#search": "think", "#filter-rollout": ">=30"}, lambda r: r["reward"] == 0 and r["rollout"] >= 30),
             ({"#search": "nowhere to be found"}, lambda r: False),

@@ -49,6 +49,8 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "lgrpo/functional/": ("tests/functional lgrpo/functional", "tests/losses/test_parts.py::TestEquivalences"),
     "lgrpo/functional/sync_cycle.py": ("lgrpo/functional", LAWS),
     "lgrpo/functional/random.py": ("lgrpo/functional tests/engines/test_transformers.py",),
+    "lgrpo/contexts.py": ("lgrpo/contexts.py tests/engines/test_dropped_observations.py -k 'lgrpo or batch or rows'",),
+    "lgrpo/policy/sequences.py": ("tests/engines/test_dropped_observations.py -k 'sequences or rows or loop'",),
     "lgrpo/losses/": PARTS,
     "lgrpo/advantages/": PARTS,
     "lgrpo/data/": ("tests/data/test_micro_batches.py tests/test_types.py", LAWS, "tests/data/test_prompts.py", RESUME),

@@ -3,13 +3,15 @@
 // Defines: showCompletions, refreshCompletions.
 
 // Numeric columns, each with a filter. name: field of completions.jsonl; example: placeholder of the filter;
-// text: (value, field) -> text of the cell, where field(name) is another value of the same row.
+// text: (value, field) -> text of the cell, where field(name) is another value of the same row; optional: hidden if no
+// completion has a value.
 const COMPLETION_COLUMNS = [
   { name: "rollout" },
   { name: "version" },
   { name: "lag", example: "0..4" },
   { name: "reward", example: ">0.5", text: (value) => (value === null ? "late" : number(value)) },
   { name: "advantage", text: (value, field) => fixed(value, 3) + (field("live") === false ? " ∅" : "") },
+  { name: "dropped", optional: true, text: (value) => (value === null ? "" : number(value)) },
 ];
 
 const refreshCompletions = (page) => page.completions?.update(true);
@@ -17,11 +19,12 @@ const refreshCompletions = (page) => page.completions?.update(true);
 function showCompletions(page) {
   const { several, runs } = page, rows = completionRows(page.data.completions);
   if (!rows.count) return;
+  const shownColumns = COMPLETION_COLUMNS.filter(({ name, optional }) => !optional || rows.has(name));
   const section = addSection("Completions", completionsNote(page, rows.count));
   const runOptions = [["", "all"], ...runs.map((run, i) => [String(i), run.name])];
   const liveOptions = [["", "any"], ["yes", "yes"], ["no", "masked"]];
   const filters = createFilters({
-    numeric: COMPLETION_COLUMNS,
+    numeric: shownColumns,
     selects: [
       ...(several ? [{ name: "run", label: "run", options: runOptions }] : []),
       { name: "live", label: "trains", options: liveOptions },
@@ -32,7 +35,7 @@ function showCompletions(page) {
     id: "completions",
     count: rows.count,
     size: 20,
-    columns: completionColumns(page, rows, filters),
+    columns: completionColumns(page, rows, filters, shownColumns),
     detail: (row) => completionDetail(rows, filters, row),
     order: (key) => (row) => (key === "prompt" ? rows.prompt(row) : rows.field(row, key)),
   });
@@ -52,6 +55,7 @@ function completionRows({ prompts, columns }) {
     count: columns.run.length,
     someMasked: Boolean(columns.live?.some((flag) => flag === false)),
     field: (row, name) => columns[name]?.[row] ?? null,
+    has: (name) => Boolean(columns[name]?.some((value) => value !== null)),
     prompt: (row) => prompts[columns.prompt[row]],
     group: (row) => `${columns.run[row]}.${columns.rollout[row]}.${columns.prompt[row]}`,
     contains: (row, query) => {
@@ -71,9 +75,9 @@ function completionsNote({ runs, several }, count) {
     "to limit the size of the page. Click a row to read it in full.";
 }
 
-function completionColumns(page, rows, filters) {
+function completionColumns(page, rows, filters, shownColumns) {
   const { runs, several } = page;
-  const numeric = COMPLETION_COLUMNS.map(({ name, text = number }) => ({
+  const numeric = shownColumns.map(({ name, text = number }) => ({
     title: name,
     key: name,
     numeric: true,
@@ -93,10 +97,13 @@ function completionColumns(page, rows, filters) {
 const completionDetail = (rows, filters, row) => [
   el("div", { class: "small" }, "prompt"),
   el("div", { class: "full" }, escaped(rows.prompt(row), filters.query)),
-  el("div", { class: "small" }, "completion"),
+  el("div", { class: "small" }, completionTitle(rows.field(row, "dropped"))),
   el("div", { class: "full" }, escaped(rows.field(row, "completion"), filters.query)),
   el("button", { class: "pill", onclick: () => filters.showGroup(rows.group(row)) }, "show its siblings"),
 ];
+
+const completionTitle = (dropped) =>
+  dropped === null ? "completion" : `completion (later turns did not see ${plural(dropped, "observation")})`;
 
 function matches(page, rows, filters, row) {
   const run = rows.field(row, "run"), wantedRun = filters.chosen("run"), live = filters.chosen("live");
