@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +28,29 @@ def example(text):
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 180
+
+
+@pytest.mark.slow("runs lgrpo fit in another process, twice")
+@pytest.mark.parametrize(("file", "more"), [("mine.py", ["--data.num_prompts=2"]), ("game.py", [])])
+def test_the_classes_of_extend_it(tmp_path, file, more):
+    """Run the command of the README with its file, for one rollout."""
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if block.startswith(f"# {file}")]
+    (tmp_path / file).write_text(code)
+    name = file.removesuffix(".py")
+    (command,) = [line for line in README.splitlines() if line.startswith("lgrpo fit") and f" {name}." in line]
+    words = shlex.split(command, comments=True)[1:]
+    short = ["--data.num_rollouts=1", "--trainer.max_epochs=1", "--data.evaluation.num_samples=1", "--run=run", *more]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-m", "lgrpo.cli", *words, *short]
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"class_path: {name}." in (tmp_path / "run" / "config.yaml").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    if name == "game":
+        assert all(row["reward"] == float(row["turns"][-1][0]) for row in rows)
+        assert any("Higher." in row["completion"] or "Lower." in row["completion"] for row in rows)
 
 
 def test_the_quick_start(tmp_path, monkeypatch):
