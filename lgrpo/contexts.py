@@ -55,7 +55,7 @@ def context_lengths(contexts: Sequence[int]) -> list[int]:
     >>> context_lengths([3, 1, 2, 3, 2, 2])
     [3, 5]
     """
-    num_contexts = max(contexts, default=1).bit_length()
+    num_contexts = max(contexts).bit_length()
     return [sum(bits >> index & 1 for bits in contexts) for index in range(num_contexts)]
 
 

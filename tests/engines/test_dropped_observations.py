@@ -316,7 +316,7 @@ def test_rows_with_and_without_contexts_are_joined(tmp_path):
     run = fit(v=1, rollouts=1, learning_rate=0.0, data=data_of(tmp_path))
     plain = fit(v=1, rollouts=1, learning_rate=0.0, data=data_of(tmp_path, max_contexts=1))
     parts = [run.recorder.rollouts[0], plain.recorder.rollouts[0]]
-    for batches in (parts, parts[::-1]):
+    for batches in (parts, parts[::-1], parts[1:]):
         joined = concatenate(batches)
         found = run.module.policy_logprobs(joined)
         assert torch.allclose(found, joined.behaviour_logprobs, atol=1e-5)
