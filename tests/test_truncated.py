@@ -267,11 +267,13 @@ def test_an_unfinished_episode_has_the_sets_of_its_part():
     episode = Episode(0, 0, Prompt(token_ids=[1], text="0>", row={}, position=0))
     assert episode.completion(0, 0).kept is None
     episode.add_turn(turn(2, 1))
-    episode.add_observation([7, 8])
+    episode.add_observation([7, 8], "78")
     episode.part = turn(3)
     assert episode.completion(0, 0).kept.counts.tolist() == [2, 1, 0, 0, 3]
     episode.add_turn(turn(3, 4))
     assert episode.completion(0, 0).kept.counts.tolist() == [2, 1, 0, 0, 3, 4]
+    episode.drop(0, [9])
+    assert episode.completion(0, 0).kept.counts.tolist() == [2, 1, 0, 0, 0, 3, 4]
 
 
 def test_stop_strings_cut_the_sets():
