@@ -37,6 +37,8 @@ class Prompt:
     """Dataset row the prompt was rendered from."""
     position: int
     """Index in the whole run, from 0. Together with the seed and the sibling index it keys the random stream."""
+    max_tokens: int | None = None
+    """Upper limit of the length of its completions, if it is less than that of the sampling."""
     chat: Mapping[str, Any] | None = None
     """Further arguments of the chat template that rendered it; None if it is plain text."""
 

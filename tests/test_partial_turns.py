@@ -94,7 +94,7 @@ def test_same_episodes_as_whole_rollouts_if_the_weights_stay(tmp_path):
 def test_each_token_has_the_probability_under_the_weights_of_its_step(tmp_path, settings, more):
     kept = Weights()
     data = data_of(tmp_path / "diaries", **more)
-    run = fit(rollouts=8, learning_rate=0.5, data=data, callbacks=[kept], **settings)
+    run = fit(rollouts=12, learning_rate=0.5, data=data, callbacks=[kept], **settings)
     check_probabilities(run, kept)
     assert max(len(spans) for spans in spans_of(run)) > 1
     check_diaries(run, tmp_path / "diaries")

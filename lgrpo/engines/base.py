@@ -340,8 +340,9 @@ class RolloutEngine(ABC):
     def sample(self, generation: Generation) -> None:
         """Pass the completions of every prompt to ``generation.keep``, as soon as all of that prompt are sampled.
 
-        An engine that ``can_continue`` begins with ``generation.begun_of``, ends when ``generation.is_enough``, and
-        passes what is unfinished then to ``generation.leave``.
+        ``generation.max_tokens_of`` limits the length of a prompt's completions. An engine that ``can_continue`` begins
+        with ``generation.begun_of``, ends when ``generation.is_enough``, and passes what is unfinished then to
+        ``generation.leave``.
         """
 
     def end_episodes(self) -> None:  # noqa: B027

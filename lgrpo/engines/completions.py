@@ -112,6 +112,11 @@ class Generation:
         others = len(self.groups.keys() - self.required)
         return others >= self.needed - len(self.required) and self.groups.keys() >= self.required
 
+    def max_tokens_of(self, index: int) -> int:
+        """Return the upper limit of the length of a prompt's completions, including what was begun before."""
+        limit, own = self.sampling.max_tokens, self.prompts[index].max_tokens
+        return limit if own is None else min(limit, own)
+
     def begun_of(self, index: int) -> list[Completion]:
         """Return the completions of a prompt as they were when the generation began; new ones have no tokens."""
         new = Completion(

@@ -96,15 +96,15 @@ class Episode:
         """Number of its tokens in the current context, without the prompt."""
         return len(self.token_ids) - sum(one.middle - one.start for one in self.dropped)
 
-    def turn_prompt(self, seed: int) -> Prompt:
-        """Return the context of its next turn, with a random stream of its own."""
+    def turn_prompt(self, seed: int, max_tokens: int) -> Prompt:
+        """Return the context of its next turn, of at most ``max_tokens``, with a random stream of its own."""
         token_ids, start = list(self.prompt.token_ids), 0
         for one in self.dropped:
             token_ids += self.token_ids[start : one.start]
             start = one.middle
         token_ids += self.token_ids[start:]
         position = stream_seed(seed, self.prompt.position, self.sibling, self.num_turns)
-        return replace(self.prompt, token_ids=token_ids, position=position)
+        return replace(self.prompt, token_ids=token_ids, position=position, max_tokens=max_tokens)
 
     def add_turn(self, turn: Completion) -> None:
         """Add a sampled turn, which includes the ``part`` that it began with."""

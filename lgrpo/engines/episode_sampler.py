@@ -10,15 +10,14 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from lgrpo.engines.base import RolloutEngine
-from lgrpo.engines.completions import Generation, Sampling
+from lgrpo.engines.completions import Generation
 from lgrpo.engines.episode import Episode
 from lgrpo.engines.observations import ObservationEncoder, as_messages, replaced
 from lgrpo.engines.recovery import EngineError
 from lgrpo.environments.base import Environment, Observation, Turn
 from lgrpo.environments.episodes import EpisodeFailure, Episodes
-from lgrpo.types import Completion
+from lgrpo.types import Completion, Prompt
 
-_NUM_BUDGETS = 16
 GRACE = 0.05
 """Seconds to wait for further steps of the environment before the next turns are sampled."""
 
@@ -46,6 +45,8 @@ class EpisodeSampler:
         self._max_tokens_per_turn = max_tokens_per_turn
         self._max_contexts = max_contexts
         self._dropped_text = dropped_text
+        limits = (generation.sampling.max_tokens, max_tokens_per_turn or generation.sampling.max_tokens)
+        self._turn_sampling = replace(generation.sampling, max_tokens=min(limits))
         self._groups = [
             [Episode(index, sibling, prompt) for sibling in range(generation.num_samples)]
             for index, prompt in enumerate(generation.prompts)
@@ -76,9 +77,9 @@ class EpisodeSampler:
             self._num_waiting = len(live)
             self._sample_first_turns(indices)
             while self._num_waiting:
-                for budget, ready in self._by_budget(self._ready_episodes()).items():
+                if ready := self._ready_episodes():
                     self._num_waiting += len(ready)
-                    self._sample_turns(ready, budget)
+                    self._sample_turns(ready)
         finally:
             for episode in live:
                 self._episodes.end(episode)
@@ -94,42 +95,26 @@ class EpisodeSampler:
         self._engine.generate(
             generation.prompts[indices.start : indices.stop],
             generation.num_samples,
-            self._turn_sampling(generation.sampling.max_tokens),
+            self._turn_sampling,
             generation.seed,
             generation.tokenizer,
             on_group,
         )
 
-    def _by_budget(self, ready: list[Episode]) -> dict[int, list[Episode]]:
-        """Return episodes by the limit of their next turn's tokens, which an engine takes once for each call.
-
-        Limits are rounded down to a sixteenth of an episode's, so that there are few; each depends only on the episode.
-        """
-        max_tokens = self._generation.sampling.max_tokens
-        unit = max(1, max_tokens // _NUM_BUDGETS)
-        found: dict[int, list[Episode]] = {}
-        for episode in ready:
-            left = max_tokens - episode.context_length
-            budget = self._turn_sampling(left).max_tokens
-            if budget == left and left > unit:
-                budget -= left % unit
-            found.setdefault(budget, []).append(episode)
-        return found
-
-    def _sample_turns(self, ready: list[Episode], budget: int) -> None:
+    def _sample_turns(self, ready: list[Episode]) -> None:
         generation = self._generation
         self._engine.generate(
-            [episode.turn_prompt(generation.seed) for episode in ready],
+            self._turn_prompts(ready),
             1,
-            self._turn_sampling(budget),
+            self._turn_sampling,
             generation.seed,
             generation.tokenizer,
             lambda index, completions: self._add_turn(ready[index], completions[0]),
         )
 
-    def _turn_sampling(self, max_tokens: int) -> Sampling:
-        limit = self._max_tokens_per_turn
-        return replace(self._generation.sampling, max_tokens=max_tokens if limit is None else min(limit, max_tokens))
+    def _turn_prompts(self, ready: list[Episode]) -> list[Prompt]:
+        """Return the contexts of the next turns of some episodes, each with the limit of its length."""
+        return [episode.turn_prompt(self._generation.seed, self._num_left(episode, 0)) for episode in ready]
 
     def _add_turn(self, episode: Episode, completion: Completion) -> None:
         """Add a sampled turn, and have the environment answer it. Called from any thread."""

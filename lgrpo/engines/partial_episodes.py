@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, final
 
 from lgrpo.engines.base import RolloutEngine
-from lgrpo.engines.completions import Generation, Sampling
+from lgrpo.engines.completions import Generation
 from lgrpo.engines.episode import Episode
 from lgrpo.engines.episode_sampler import GRACE, EpisodeSampler
 from lgrpo.engines.recovery import EngineError
@@ -189,30 +189,21 @@ class PartialEpisodeSampler(EpisodeSampler):
             later = [episode for episode in ready() if episode.num_turns > 0]
             first = sorted({episode.index for episode in ready() if episode.num_turns == 0})
         self.seconds_waited += time.perf_counter() - start
-        for budget, episodes in self._by_budget(later).items():
-            self._sample_part(
-                [episode.turn_prompt(self._generation.seed) for episode in episodes],
-                [[episode] for episode in episodes],
-                self._turn_sampling(budget),
-                is_first=False,
-            )
+        if later:
+            self._sample_part(self._turn_prompts(later), [[episode] for episode in later], is_first=False)
         if first:
             self._sample_part(
                 [self._generation.prompts[index] for index in first],
                 [self._groups[index] for index in first],
-                self._turn_sampling(self._generation.sampling.max_tokens),
                 is_first=True,
             )
 
-    def _sample_part(
-        self, prompts: Sequence[Prompt], groups: Sequence[list[Episode]], sampling: Sampling, is_first: bool
-    ) -> None:
+    def _sample_part(self, prompts: Sequence[Prompt], groups: Sequence[list[Episode]], is_first: bool) -> None:
         """Sample the first turns of groups, or later turns, until they are whole or enough groups of episodes are.
 
         Args:
             prompts: Contexts of the turns.
             groups: Episodes with the same context, of which some may need no turn.
-            sampling: How the turns are drawn.
             is_first: Whether these are first turns.
         """
         if self._is_over:
@@ -229,7 +220,7 @@ class PartialEpisodeSampler(EpisodeSampler):
         part = Generation(
             prompts,
             len(groups[0]),
-            sampling,
+            self._turn_sampling,
             generation.seed,
             generation.tokenizer,
             add,

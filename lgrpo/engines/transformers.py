@@ -215,15 +215,16 @@ def _decode(
         logits, mask = logits.repeat_interleave(num_samples, 0), mask.repeat_interleave(num_samples, 0)
         cache.reorder_cache(torch.arange(len(passed), device=device).repeat_interleave(num_samples))
     lengths = mask.sum(1)
-    all_tokens = torch.zeros(len(rows), sampling.max_tokens, dtype=torch.int64, device=device)
+    begun_lengths = torch.tensor([len(row.begun.token_ids) for row in rows], device=device)
+    limits = torch.tensor([generation.max_tokens_of(row.prompt) for row in rows], device=device)
+    most = limits - begun_lengths  # tokens that each row may still have
+    all_tokens = torch.zeros(len(rows), int(most.max()), dtype=torch.int64, device=device)
     all_logprobs = torch.zeros_like(all_tokens, dtype=torch.float32)
     unfinished = Counter(row.prompt for row in rows)
     alive = torch.arange(len(rows), device=device)
     is_open = torch.ones(len(rows), dtype=torch.bool, device=device)  # of the rows in alive
     prompt_positions = torch.tensor([prompts[row.prompt].position for row in rows], device=device)
     siblings = torch.tensor([row.sibling for row in rows], device=device)
-    begun_lengths = torch.tensor([len(row.begun.token_ids) for row in rows], device=device)
-    most = sampling.max_tokens - begun_lengths  # tokens that each row may still have
     all_kept = [Kept(token_ids=array("i"), counts=array("i")) for _ in rows] if sampling.returns_kept else None
 
     def finish(row: int, length: int, reason: str | None) -> None:
@@ -233,7 +234,7 @@ def _decode(
         kept = None if all_kept is None else all_kept[row].first(length)  # rows that have ended may be decoded on
         groups[index][sibling] = generation.completion(*new, reason, begun, kept)
 
-    for t in range(int(most.max())):
+    for t in range(all_tokens.shape[1]):
         between_steps()
         if generation.is_enough:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 
@@ -57,6 +58,20 @@ def check_episodes(policy, engine, prompts, tolerance):
     assert sum(len(episode.turns) == 3 for group in groups for episode in group) >= len(prompts)
     again = wrapped.generate(prompts[1:], 4, SAMPLING, 0, policy.tokenizer)
     assert [[e.token_ids for e in group] for group in again] == [[e.token_ids for e in group] for group in groups[1:]]
+
+
+def check_limits(policy, engine, prompts):
+    """Check that a prompt's own limit cuts its completions, and changes nothing else."""
+    sampling = Sampling(max_tokens=8)
+    whole = engine.generate(prompts, 3, sampling, 0, policy.tokenizer)
+    limits = [1, 5, 20, *[None] * (len(prompts) - 3)]
+    limited = [replace(prompt, max_tokens=limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    cut = engine.generate(limited, 3, sampling, 0, policy.tokenizer)
+    for limit, group, other in zip(limits, cut, whole, strict=True):
+        assert [c.token_ids for c in group] == [c.token_ids[:limit] for c in other]
+        for one, own in zip(group, other, strict=True):
+            assert one.finish_reason == ("length" if len(one.token_ids) < len(own.token_ids) else own.finish_reason)
+    assert any(len(c.token_ids) == 8 for c in whole[0])
 
 
 def check_dropping_episodes(policy, engine, prompts, tolerance, folder):

@@ -82,7 +82,7 @@ def engine_of(environment, **settings):
     return EnvironmentEngine(environment, **{"limits": None} | settings)
 
 
-def episodes(environment=None, max_tokens=30, seed=0, prompts=PROMPTS, num_samples=4, **settings):
+def episodes(environment=None, max_tokens=30, seed=0, prompts=PROMPTS, num_samples=4, stop=STOP, **settings):
     """Sample episodes from a fresh policy; return them and the policy."""
     torch.manual_seed(0)
     policy = tiny_policy()
@@ -90,7 +90,7 @@ def episodes(environment=None, max_tokens=30, seed=0, prompts=PROMPTS, num_sampl
     engine = engine_of(environment or Echo(), **{"max_tokens_per_turn": 6} | settings)
     engine.load_weights(policy.weights(), step=0)
     try:
-        sampling = Sampling(max_tokens=max_tokens, stop=STOP)
+        sampling = Sampling(max_tokens=max_tokens, stop=list(stop) or None)
         return engine.generate(prompts, num_samples, sampling, seed, policy.tokenizer), policy
     finally:
         engine.close()
@@ -197,6 +197,29 @@ def test_an_episode_that_reaches_a_limit_is_truncated(settings, turns):
             assert episode.turn_rewards[-1] >= -2
 
 
+def test_a_turn_takes_all_that_is_left():
+    """An episode at the limit of its tokens has all of them, unless no turn fits after an observation."""
+    groups, _ = episodes(Echo(num_turns=9), max_tokens=29, max_tokens_per_turn=None, stop=())
+    lengths = [len(e.token_ids) for group in groups for e in group if e.finish_reason == "length"]
+    assert lengths.count(29) > len(lengths) / 2
+    assert min(lengths) >= 29 - 3
+
+
+def test_the_next_turns_of_all_episodes_are_one_call(monkeypatch):
+    """Also if the limits of their lengths differ."""
+    calls, generate = [], TransformersEngine.generate
+
+    def counted(own, prompts, *rest):
+        calls.append(prompts)
+        return generate(own, prompts, *rest)
+
+    monkeypatch.setattr(TransformersEngine, "generate", counted)
+    monkeypatch.setattr(episode_sampler, "GRACE", 5.0)
+    episodes(max_tokens=40)
+    assert len(calls) == 3
+    assert len({prompt.max_tokens for prompt in calls[1]}) > 2
+
+
 def test_the_batch_gives_the_episodes_back():
     run = fit(v=1, rollouts=1, data=data_of())
     batch = run.recorder.rollouts[0]
@@ -228,7 +251,8 @@ def test_a_recorded_run_is_repeated_exactly(tmp_path):
 def test_the_fingerprint_of_an_old_recording_is_the_same(tmp_path):
     fit(v=1, rollouts=1, callbacks=[RolloutRecorder(path=str(tmp_path))])
     recording = Recording.read(str(tmp_path))
-    old = recording.table.drop_columns(["observed", "turn_rewards", "episode_failed", "dropped"]).combine_chunks()
+    later = ["observed", "turn_rewards", "episode_failed", "dropped", "kept_token_ids", "kept_counts"]
+    old = recording.table.drop_columns(later).combine_chunks()
     digest = hashlib.sha256()
     for batch in old.to_batches():
         digest.update(batch.serialize())
@@ -318,7 +342,7 @@ def test_the_environment_hears_what_the_episode_has(monkeypatch):
     lengths, generate = [], TransformersEngine.generate
 
     def listen(engine, prompts, num_samples, sampling, *rest):
-        lengths.extend(len(prompt.token_ids) + sampling.max_tokens for prompt in prompts)
+        lengths.extend(len(p.token_ids) + min(sampling.max_tokens, p.max_tokens or 99) for p in prompts)
         return generate(engine, prompts, num_samples, sampling, *rest)
 
     monkeypatch.setattr(TransformersEngine, "generate", listen)

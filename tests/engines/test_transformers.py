@@ -12,6 +12,7 @@ from lgrpo.engines import NoWeightsError, WeightSyncError
 from lgrpo.engines.completions import Generation
 from lgrpo.engines.transformers import draw, log_distribution
 from lgrpo.weights import PolicyWeights
+from tests.engines.episodes import check_limits
 from tests.engines.kept import check_kept
 from tests.engines.partial import SAMPLING, TRUNCATED, check_continued
 from tests.helpers import tiny_policy
@@ -52,6 +53,10 @@ def test_logprobs_are_the_policys(policy, engine):
                 ended = c.token_ids[-1] == policy.tokenizer.eos_token_id
                 assert c.finish_reason == ("stop" if ended else "length")
                 assert ended or len(c.token_ids) == 12
+
+
+def test_limits_of_prompts(policy, engine):
+    check_limits(policy, engine, prompts(policy, *TEXTS))
 
 
 def test_samples_do_not_depend_on_batch_or_order(policy, engine):

@@ -81,8 +81,7 @@ class ServerRequests:
             over.set()
 
     def _continue(self, server: VLLMServer, index: int, sibling: int, begun: Completion) -> Completion:
-        fields = self._shared | {"n": 1, "max_tokens": self._shared["max_tokens"] - len(begun.token_ids)}
-        return self._ask(server, index, fields, [begun], sibling)[0]
+        return self._ask(server, index, self._shared | {"n": 1}, [begun], sibling)[0]
 
     def _ask(
         self, server: VLLMServer, index: int, fields: dict[str, Any], begun: list[Completion], sibling: int = 0
@@ -92,6 +91,7 @@ class ServerRequests:
         token_ids = begun[0].token_ids
         body = {
             **fields,
+            "max_tokens": generation.max_tokens_of(index) - len(token_ids),
             "model": model.name,
             "prompt": generation.prompts[index].token_ids + token_ids,
             "seed": request_seed(generation, index, sibling, len(token_ids)) if model.is_seeded else None,

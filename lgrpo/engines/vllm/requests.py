@@ -70,8 +70,9 @@ class Requests:
         from vllm import SamplingParams
 
         generation, prompt, fields = self.generation, self.generation.prompts[index], dict(self._shared)
+        fields["max_tokens"] = generation.max_tokens_of(index) - len(begun)
         if generation.is_partial:
-            fields |= {"n": 1, "max_tokens": fields["max_tokens"] - len(begun)}
+            fields["n"] = 1
         seed = request_seed(generation, index, sibling, len(begun))
         self.inputs.append({"prompt_token_ids": prompt.token_ids + begun, "cache_salt": f"v{generation.version}"})
         self.parameters.append(

@@ -68,8 +68,8 @@ def check_batch_invariance(on_cpu: bool) -> None:
 
 def check_context_length(generation: Generation, max_model_len: int) -> None:
     """Raise ``ValueError`` if prompt and completion exceed the context: vLLM would truncate silently."""
-    max_tokens = generation.sampling.max_tokens
-    for prompt in generation.prompts:
+    for index, prompt in enumerate(generation.prompts):
+        max_tokens = generation.max_tokens_of(index)
         if len(prompt.token_ids) + max_tokens > max_model_len:
             raise ValueError(
                 f"a prompt of {len(prompt.token_ids)} tokens and a completion of {max_tokens} exceed vLLM's "

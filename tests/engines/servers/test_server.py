@@ -23,7 +23,7 @@ from lgrpo.engines import EngineError, Timeouts, VLLMServerEngine, WeightSyncErr
 from lgrpo.engines.servers.client import VLLMServer
 from lgrpo.engines.servers.launch import check_logprobs_mode
 from tests.engines.conftest import build_policy
-from tests.engines.episodes import check_continued_episodes, check_episodes
+from tests.engines.episodes import check_continued_episodes, check_episodes, check_limits
 from tests.engines.kept import check_kept
 from tests.engines.partial import SAMPLING, TRUNCATED, check_continued
 from tests.engines.vllm.test_vllm import TEXTS, TOLERANCE, as_ids, check_resume, disturb, mismatch, prompts
@@ -67,6 +67,10 @@ def test_logprobs_agree_before_and_after_a_sync_on_every_server(policy, engine):
 
 def test_episodes(policy, engine):
     check_episodes(policy, engine, prompts(policy, *TEXTS), TOLERANCE)
+
+
+def test_limits_of_prompts(policy, engine):
+    check_limits(policy, engine, prompts(policy, *TEXTS))
 
 
 def test_samples_do_not_depend_on_the_server(policy, engine):

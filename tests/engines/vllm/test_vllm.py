@@ -20,7 +20,7 @@ from lgrpo.engines.completions import Generation
 from lgrpo.engines.vllm.runtime import explain
 from lgrpo.types import RECORDED
 from lgrpo.weights import PolicyWeights
-from tests.engines.episodes import check_continued_episodes, check_dropping_episodes, check_episodes
+from tests.engines.episodes import check_continued_episodes, check_dropping_episodes, check_episodes, check_limits
 from tests.engines.kept import batch_of, check_kept
 from tests.engines.partial import SAMPLING, TRUNCATED, check_continued
 from tests.helpers import MODEL, fit, largest_difference, tiny_policy
@@ -117,6 +117,10 @@ def engine(policy):
 
 def test_episodes(policy, engine):
     check_episodes(policy, engine, prompts(policy, *TEXTS), TOLERANCE)
+
+
+def test_limits_of_prompts(policy, engine):
+    check_limits(policy, engine, prompts(policy, *TEXTS))
 
 
 def test_episodes_that_drop_observations(policy, engine, tmp_path):
