@@ -18,8 +18,8 @@ from lgrpo.rewards.combined import WeightedSum
 from lgrpo.rewards.countdown import CountdownEquation
 from lgrpo.rewards.environment import EnvironmentReward
 from lgrpo.rewards.function import FunctionReward, as_reward
-from lgrpo.rewards.judge import JudgeError, JudgeReward, read_verdicts, verdict_statistics
-from lgrpo.rewards.judge_templates import JudgeTemplate, Pairwise, Question, Rubric
+from lgrpo.rewards.judge.reward import JudgeError, JudgeReward, read_verdicts, verdict_statistics
+from lgrpo.rewards.judge.templates import JudgeTemplate, Pairwise, Question, Rubric
 from lgrpo.rewards.length import CompletionLength, OverlongPenalty, Shortest
 from lgrpo.rewards.match import ExactMatch, NumericMatch
 from lgrpo.rewards.math import MathVerify

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, final
 
 from lgrpo.checks import check_count, check_range
 from lgrpo.rewards.base import AsyncReward
-from lgrpo.rewards.judge_templates import JudgeTemplate, Messages, Rubric
+from lgrpo.rewards.judge.templates import JudgeTemplate, Messages, Rubric
 from lgrpo.types import Completion, Prompt
 
 Verdict: TypeAlias = dict[str, Any]

@@ -1,0 +1,1 @@
+"""A reward that asks another model."""
