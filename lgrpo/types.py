@@ -176,6 +176,9 @@ class RolloutBatch:
     """[B, T] log π_k(token) if known beforehand; otherwise the module stores it in the first pass."""
     reward_parts: Tensor | None = None
     """[B, 2, K] float32: each reward of a weighted sum, and its weight; None if the reward is not a sum."""
+    notes: list[dict[str, Any] | None] | None = None
+    """What the reward noted about each of the B scores, such as a judge's verdict, in plain containers; None if
+    nothing."""
     turn_rewards: Tensor | None = None
     """[B, T] float32: reward of each turn at its last token, 0 elsewhere; None without an environment."""
     episode_failed: Tensor | None = None
@@ -302,6 +305,8 @@ class RolloutBatch:
         if self.kept is not None:
             ids, counts = self.kept
             chosen["kept_ids"] = ids[rows, : int(counts[rows].sum(1).max())]
+        if self.notes is not None:
+            chosen["notes"] = [self.notes[row] for row in rows.tolist()]
         return replace(self, **chosen)
 
     def split(self, num_micro_batches: int) -> list[RolloutBatch]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,12 +21,13 @@ PER_ARTIFACT = 100
 """Number of logged rollouts in one table of MLflow, which rewrites a table whenever rows are added to it."""
 COLUMNS = (
     *("rollout", "step", "prompt", "completion", "reward", "advantage", "live", "behaviour_step", "lag", "version"),
-    *("spans", "turns", "dropped"),
+    *("spans", "turns", "dropped", "notes"),
 )
 """Columns of the table. ``behaviour_step``, ``lag`` and ``version`` are those of the first token; ``spans`` lists
 number of tokens and behaviour step of each part of a completion that was sampled from several versions; ``turns`` lists
 reward and advantage of each turn of an episode, and ``advantage`` is their mean over the sampled tokens. ``dropped`` is
-the number of observations that later turns did not see; ``completion`` has them, but not what replaced them."""
+the number of observations that later turns did not see; ``completion`` has them, but not what replaced them. ``notes``
+is what the reward noted about the score, such as a judge's answer, as text."""
 
 
 class RolloutLog(RolloutCallback):
@@ -70,6 +73,7 @@ class RolloutLog(RolloutCallback):
         for one in reversed(dropped):
             del token_ids[one.middle : one.stop]
         versions: dict[int | None, int] = {record.step: record.version for record in data.engine.state.ledger}
+        notes = None if batch.notes is None else batch.notes[i]
         values = (
             batch.rollout,
             trainer.global_step,
@@ -84,6 +88,7 @@ class RolloutLog(RolloutCallback):
             spans if len(spans) > 1 else None,
             None if (turns := batch.turns(i)) is None else [[round(number, 6) for number in turn] for turn in turns],
             len(dropped) or None,
+            None if notes is None else "\n".join(_lines(notes)),
         )
         return dict(zip(COLUMNS, values, strict=True))
 
@@ -101,3 +106,20 @@ class RolloutLog(RolloutCallback):
             columns = {name: [row[name] for row in table] for name in COLUMNS}
             first = table[0]["rollout"] // (self.every * PER_ARTIFACT) * self.every * PER_ARTIFACT
             logger.experiment.log_table(logger.run_id, columns, f"completions/from_rollout_{first}.json")  # appends
+
+
+def _lines(notes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield notes as lines of text.
+
+    >>> list(_lines({"style": {"scores": [0.7, None], "answers": [["Fine.\\nRating: 7"], ["?"]]}}))
+    ['style.scores: [0.7, null]', 'style.answers: Fine.\\nRating: 7', 'style.answers: ?']
+    """
+    for name, value in notes.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and all(isinstance(item, list) for item in value):
+            yield from (line for item in value for line in _lines({name: item}, prefix))
+        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+            yield from (f"{prefix}{name}: {item}" for item in value)
+        else:
+            yield f"{prefix}{name}: {value if isinstance(value, str) else json.dumps(value)}"

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.contexts import ranges
 from lgrpo.data.kept import concatenated_kept, kept_of, kept_tensors
 from lgrpo.engines import Sampling, completion_text
-from lgrpo.rewards import FailedScore, NotYet, Score, SumScore
+from lgrpo.rewards import FailedScore, Notes, NotYet, Score, SumScore, notes_of
 from lgrpo.types import MIN_WIDTH, Completion, Prompt, RolloutBatch, Span
 
 UNKNOWN_VERSION = -1
@@ -63,6 +63,7 @@ def collate_rollout(groups: Sequence[Group], pad_token_id: int, sampling: Sampli
         behaviour_logprobs=torch.from_numpy(logprobs),
         rewards=as_rewards(scores),
         reward_parts=as_reward_parts(scores),
+        notes=as_notes(scores),
         turn_rewards=_turn_rewards(completions, starts, width),
         episode_failed=_episode_failed(completions),
         contexts=_contexts(completions, starts, attention_mask),
@@ -141,6 +142,12 @@ def as_reward_parts(scores: Sequence[Score]) -> Tensor | None:
     return torch.tensor(parts, dtype=torch.float32).transpose(1, 2)
 
 
+def as_notes(scores: Sequence[Score]) -> list[Notes | None] | None:
+    """Return the notes of each score; None if no score has any."""
+    notes = [notes_of(score) for score in scores]
+    return notes if any(own is not None for own in notes) else None
+
+
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return several batches as one, padded to the widest; fields that are not tensors come from the first."""
     width = max(batch.tokens.shape[1] for batch in batches)
@@ -160,6 +167,8 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         elif isinstance(parts[0], Tensor):
             tensors[f.name] = torch.cat([pad(p, (0, width - p.shape[1])) if p.ndim == 2 else p for p in parts])
     tensors["kept_ids"], tensors["kept_counts"] = concatenated_kept(batches, width)
+    if any(batch.notes is not None for batch in batches):
+        tensors["notes"] = [own for batch in batches for own in batch.notes or [None] * len(batch)]
     return replace(batches[0], **tensors | {"rows": torch.arange(len(tensors["rows"]))})
 
 

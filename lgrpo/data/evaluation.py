@@ -145,7 +145,7 @@ class Evaluator:
             correct=samples.correct,
             answers=samples.answers,
             reference_correct=reference,
-            failed=None if self.scorer.reward.is_inline else samples.failed,
+            failed=samples.failed if self.scorer.reward.can_fail else None,
         )
 
     def held_out_rollout(self, num_prompts: int, group_size: int, sampling: Sampling) -> RolloutBatch:

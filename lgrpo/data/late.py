@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lgrpo.data.collate import as_reward_parts, as_rewards, concatenate
+from lgrpo.data.collate import as_notes, as_reward_parts, as_rewards, concatenate
 from lgrpo.rewards import FailedScore, Score
 from lgrpo.types import RolloutBatch
 
@@ -119,6 +119,7 @@ def with_scores(group: RolloutBatch, scores: Sequence[Score]) -> RolloutBatch:
         rewards=torch.where(unknown, as_rewards(scores), group.rewards),
         failed=torch.where(unknown, failed, group.failed),
         reward_parts=as_reward_parts(scores),
+        notes=as_notes(scores),
     )
 
 

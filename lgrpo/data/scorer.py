@@ -54,8 +54,8 @@ class Scorer:
         self.reward.close()
 
     def failures(self, groups: Sequence[Sequence[Score]]) -> dict[str, float]:
-        """Return metrics that count failed scores by kind; none if the reward has no workers."""
-        if self.reward.is_inline:
+        """Return metrics that count failed scores by kind; none if the reward cannot fail."""
+        if not self.reward.can_fail:
             return {}
         kinds = Counter(score.kind for group in groups for score in group if isinstance(score, FailedScore))
         counts = {f"reward/{kind}": float(kinds[kind]) for kind in get_args(Failure)}

@@ -3,6 +3,7 @@
 from lgrpo.engines.base import BORROWED, EngineState, RolloutEngine
 from lgrpo.engines.completions import Generation, OnGroup, Sampling, completion_text
 from lgrpo.engines.environment import EnvironmentEngine
+from lgrpo.engines.judge import JudgeModel
 from lgrpo.engines.manifest import SyncRecord, WeightSyncError
 from lgrpo.engines.pool.engine import EnginePool
 from lgrpo.engines.recovery import EngineError, Faults, NoWeightsError, Timeouts
@@ -18,6 +19,7 @@ __all__ = [
     "EnvironmentEngine",
     "Faults",
     "Generation",
+    "JudgeModel",
     "NoWeightsError",
     "OnGroup",
     "RolloutEngine",

@@ -103,6 +103,7 @@ class RolloutRecorder(RolloutCallback):
             completion, sampled = completions[row], batch.completion_mask[row]
             step = None if bool(batch.is_recorded[row]) else completion.spans[0].step
             spans = [{"tokens": n, "step": s, "version": versions.get(s)} for n, s, _ in completion.spans]
+            notes = None if batch.notes is None else batch.notes[row]
             has_logprobs = not bool(batch.behaviour_logprobs[row][sampled].isnan().any())
             rows.append(
                 {
@@ -129,6 +130,7 @@ class RolloutRecorder(RolloutCallback):
                     "episode_failed": None if completion.turn_rewards is None else completion.failure is not None,
                     "kept_token_ids": None if completion.kept is None else completion.kept.token_ids.tolist(),
                     "kept_counts": None if completion.kept is None else completion.kept.counts.tolist(),
+                    "score_notes": None if notes is None else json.dumps(notes),
                 }
             )
         return rows

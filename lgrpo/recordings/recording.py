@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.contexts import Dropped
 from lgrpo.kept import Kept
-from lgrpo.rewards import FailedScore
+from lgrpo.rewards import FailedScore, NotedScore
 from lgrpo.run.atomic import replaced
 from lgrpo.run.resume import chat_template_fingerprint, vocabulary_fingerprint
 from lgrpo.tasks.files import is_data_file, read_file
@@ -58,6 +58,7 @@ SCHEMA = pa.schema(
         # of truncated sampling: tokens that could have been drawn, and how many of them belong to each of token_ids
         ("kept_token_ids", pa.list_(pa.int32())),
         ("kept_counts", pa.list_(pa.int32())),
+        ("score_notes", pa.string()),  # JSON of what the reward noted about the score, such as a judge's verdict
     ]
 )
 """Schema of a recording. Files of other programs need only ``prompt`` and ``completion``."""
@@ -66,7 +67,8 @@ _KEY = b"lgrpo"
 _FORMAT = 1
 _OPTIONAL = ("observed", "turn_rewards", "episode_failed", "dropped", "kept_token_ids", "kept_counts")
 """Columns that only episodes or completions of truncated sampling have."""
-_ADDED = ("spans", *_OPTIONAL)
+_NOTES = "score_notes"
+_ADDED = ("spans", *_OPTIONAL, _NOTES)
 """Columns that older recordings do not have."""
 _LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "finish_reason"}
 """Columns that hold lists over all siblings of a prompt, and their names for one completion."""
@@ -139,9 +141,9 @@ class Recording:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the whole table."""
+        """Fingerprint of the table without notes."""
         digest = hashlib.sha256()
-        unused = [name for name in _OPTIONAL if self.table[name].null_count == len(self.table)]
+        unused = [name for name in _OPTIONAL if self.table[name].null_count == len(self.table)] + [_NOTES]
         for batch in self.table.drop_columns(unused).combine_chunks().to_batches():  # as before there were such columns
             digest.update(batch.serialize())
         return digest.hexdigest()[:16]
@@ -206,8 +208,11 @@ class Recording:
 
 def _completion(row: Mapping[str, Any], keeps_reward: bool) -> Completion:
     reward: float | None = row["reward"] if keeps_reward else None
+    notes = json.loads(row["score_notes"]) if row["score_notes"] else None
     if reward is not None and row["failed"]:
-        reward = FailedScore(reward, "errors", "it failed when it was recorded")
+        reward = FailedScore(reward, "errors", "it failed when it was recorded", notes)
+    elif reward is not None and notes is not None:
+        reward = NotedScore(reward, notes)
     observed = tuple((part["start"], part["stop"]) for part in row["observed"] or [])
     logprobs = row["logprobs"] or [math.nan] * len(row["token_ids"])
     for start, stop in observed:

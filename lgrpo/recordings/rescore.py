@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.recordings.recording import Recording, with_column, write_recording
 from lgrpo.recordings.tokens import tokenised
-from lgrpo.rewards import FailedScore, NotYet, Score, Scoring
+from lgrpo.rewards import FailedScore, NotYet, Score, Scoring, notes_of
 from lgrpo.tasks import Task
 from lgrpo.types import Prompt
 
@@ -39,7 +40,7 @@ class Rescored:
 def rescore(path: str, out: Path, task: Task, scoring: Scoring | None, tokenizer: PreTrainedTokenizerBase) -> Rescored:
     """Score every completion of a recording with a task's reward, as a run would, and write the result to ``out``.
 
-    Only the rewards change; advantages, which belong to the old rewards, become null.
+    Only the rewards and their notes change; advantages, which belong to the old rewards, become null.
     """
     recording = Recording.read(path)
     recording.check_tokenizer(tokenizer)
@@ -65,6 +66,8 @@ def rescore(path: str, out: Path, task: Task, scoring: Scoring | None, tokenizer
     rewards = [None if isinstance(score, NotYet) else float(score) for score in ordered]
     table = with_column(recording.table, "reward", rewards)
     table = with_column(with_column(table, "failed", failed), "advantage", [None] * len(rewards))
+    notes = [None if (own := notes_of(score)) is None else json.dumps(own) for score in ordered]
+    table = with_column(table, "score_notes", notes)
     scored_by = f"{type(task).__module__}.{type(task).__qualname__}"
     metadata = _shared(recording.metadata) | {"scored_by": scored_by, "reward": type(task.reward).__qualname__}
     write_recording(table, metadata, out)

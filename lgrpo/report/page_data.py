@@ -119,7 +119,7 @@ def _completions(runs: list[RunRecord], max_completions: int) -> dict[str, Any]:
     prompts: dict[str, int] = {}
     for row in rows:
         row["prompt"] = prompts.setdefault(_text(row.get("prompt")), len(prompts))
-    return {"prompts": list(prompts), "columns": _columns(rows, numbers=("run",), texts=("completion",))}
+    return {"prompts": list(prompts), "columns": _columns(rows, numbers=("run",), texts=("completion", "notes"))}
 
 
 def _columns(rows: list[dict[str, Any]], numbers: Sequence[str], texts: Sequence[str]) -> dict[str, list[Any]]:

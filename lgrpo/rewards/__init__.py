@@ -6,20 +6,33 @@ from lgrpo.rewards.base import (
     BatchReward,
     FailedScore,
     Failure,
+    NotedError,
+    NotedScore,
+    Notes,
     NotYet,
     Reward,
     Score,
     SumScore,
     WrappedReward,
     checked_rewards,
+    notes_of,
 )
 from lgrpo.rewards.code import CodeExecution
 from lgrpo.rewards.combined import WeightedSum
 from lgrpo.rewards.countdown import CountdownEquation
 from lgrpo.rewards.environment import EnvironmentReward
 from lgrpo.rewards.function import FunctionReward, as_reward
-from lgrpo.rewards.judge.reward import JudgeError, JudgeReward, read_verdicts, verdict_statistics
-from lgrpo.rewards.judge.templates import JudgeTemplate, Pairwise, Question, Rubric
+from lgrpo.rewards.judge import (
+    JudgeEngine,
+    JudgeError,
+    JudgeReward,
+    JudgeTemplate,
+    Pairwise,
+    Question,
+    Rubric,
+    read_verdicts,
+    verdict_statistics,
+)
 from lgrpo.rewards.length import CompletionLength, OverlongPenalty, Shortest
 from lgrpo.rewards.match import ExactMatch, NumericMatch
 from lgrpo.rewards.math import MathVerify
@@ -40,11 +53,15 @@ __all__ = [
     "Failure",
     "FunctionReward",
     "Isolated",
+    "JudgeEngine",
     "JudgeError",
     "JudgeReward",
     "JudgeTemplate",
     "MathVerify",
     "NotYet",
+    "NotedError",
+    "NotedScore",
+    "Notes",
     "NumericMatch",
     "OverlongPenalty",
     "Pairwise",
@@ -62,6 +79,7 @@ __all__ = [
     "WrappedReward",
     "as_reward",
     "checked_rewards",
+    "notes_of",
     "read_verdicts",
     "verdict_statistics",
 ]

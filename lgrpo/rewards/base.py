@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import inspect
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 from lgrpo.checks import finite_number, printable
@@ -31,20 +34,53 @@ Failure: TypeAlias = Literal["timeouts", "crashes", "memory", "output", "errors"
 """Kinds of scoring failures: too slow, worker ended, too much memory, too much output, exception."""
 
 
+Notes: TypeAlias = dict[str, Any]
+"""What a reward writes down about a score: plain JSON of at most ``MAX_NOTES`` characters."""
+MAX_NOTES = 2**16
+
+
+@final
+class NotedScore(float):
+    """A score with notes, such as a judge's verdict, which recordings and the table of completions show."""
+
+    notes: Notes
+
+    def __new__(cls, value: float, notes: Mapping[str, Any]) -> NotedScore:
+        score = super().__new__(cls, value)
+        score.notes = _plain(notes)
+        return score
+
+
+class NotedError(RuntimeError):
+    """Reason why a completion cannot be scored, with notes as those of a ``NotedScore``."""
+
+    def __init__(self, message: str, notes: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.notes: Notes | None = None if notes is None else _plain(notes)
+
+
+def _plain(notes: Mapping[str, Any]) -> Notes:
+    """Return notes as plain containers, which checkpoints need, unless they are too long."""
+    text = json.dumps(dict(notes), default=str)
+    plain: Notes = json.loads(text) if len(text) <= MAX_NOTES else {"dropped": f"{len(text)} characters of notes"}
+    return plain
+
+
 @final
 class FailedScore(float):
     """Score of a completion whose scoring failed, with the kind of failure and the reason."""
 
     kind: Failure
     why: str
+    notes: Notes | None
     parts: Parts = ()
     """Parts of a sum; none if it is not one."""
     is_reported: bool = False
     """Whether the user has been warned of it already."""
 
-    def __new__(cls, value: float, kind: Failure, why: str) -> FailedScore:
+    def __new__(cls, value: float, kind: Failure, why: str, notes: Notes | None = None) -> FailedScore:
         score = super().__new__(cls, value)
-        score.kind, score.why = kind, why
+        score.kind, score.why, score.notes = kind, why, notes
         return score
 
 
@@ -53,11 +89,18 @@ class SumScore(float):
     """Sum of several scores, with each of them and its weight."""
 
     parts: Parts
+    notes: Notes | None
+    """Notes of each score that has some, by its name."""
 
-    def __new__(cls, value: float, parts: Parts) -> SumScore:
+    def __new__(cls, value: float, parts: Parts, notes: Notes | None = None) -> SumScore:
         score = super().__new__(cls, value)
-        score.parts = parts
+        score.parts, score.notes = parts, notes
         return score
+
+
+def notes_of(score: Score) -> Notes | None:
+    """Return the notes of a score; None if it has none."""
+    return score.notes if isinstance(score, NotedScore | FailedScore | SumScore) else None
 
 
 class BatchReward(ABC):
@@ -69,6 +112,11 @@ class BatchReward(ABC):
     @abstractmethod
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[Score]:
         """Return a finite number or ``NOT_YET`` for each completion; ``prompts[i]`` belongs to ``completions[i]``."""
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether scoring may fail, which metrics count; that of rewards in workers may."""
+        return not self.is_inline
 
     @property
     def turn_weight(self) -> float:
@@ -89,6 +137,9 @@ class BatchReward(ABC):
     def report(self) -> dict[str, float]:
         """Return metrics (``reward/…``) of the scores since the last report; always the same names."""
         return {}
+
+    def observe(self, scores: Sequence[Score]) -> None:  # noqa: B027
+        """Take notice of scores that another process computed with it, for ``report``."""
 
     def map_leaves(self, change: Callable[[BatchReward], BatchReward]) -> BatchReward:
         """Return a copy with ``change`` applied to every reward it contains, or to itself if it contains none."""
@@ -150,9 +201,15 @@ class AsyncReward(BatchReward):
                 async with free:
                     return await self.score_with_retries(prompt, completion)
 
-            return await asyncio.gather(*(one(p, c) for p, c in zip(prompts, completions, strict=True)))
+            with _cancellable(self):
+                return await asyncio.gather(*(one(p, c) for p, c in zip(prompts, completions, strict=True)))
 
         return run_anywhere(all_scores())
+
+    def close(self) -> None:
+        """Cancel the scores that other threads wait for."""
+        for cancel in list(_CANCEL.get(id(self), ())):
+            cancel()
 
 
 class WrappedReward(BatchReward):
@@ -166,6 +223,10 @@ class WrappedReward(BatchReward):
     @property
     def is_inline(self) -> bool:  # type: ignore[override]
         return self.reward.is_inline
+
+    @property
+    def can_fail(self) -> bool:
+        return self.reward.can_fail
 
     @property
     def turn_weight(self) -> float:
@@ -187,6 +248,24 @@ class WrappedReward(BatchReward):
         self.reward.close()
 
 
+_CANCEL: dict[int, set[Callable[[], object]]] = {}
+"""Functions that cancel the current calls of a reward, by its id. It has no attribute for them: it is pickled."""
+
+
+@contextmanager
+def _cancellable(reward: AsyncReward) -> Iterator[None]:
+    """Let ``reward.close``, in another thread, cancel the current task."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    cancel = partial(loop.call_soon_threadsafe, task.cancel)
+    own = _CANCEL.setdefault(id(reward), set())
+    own.add(cancel)
+    try:
+        yield
+    finally:
+        own.discard(cancel)
+
+
 def run_anywhere(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of a coroutine, even if an event loop is already running, as in a notebook."""
     with ThreadPoolExecutor(1) as thread:
@@ -194,11 +273,14 @@ def run_anywhere(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def combined(value: float, parts: Sequence[Score]) -> Score:
-    """Return ``value``, computed from several scores: ``NOT_YET`` or failed if one of them is."""
+    """Return ``value``, computed from several scores: ``NOT_YET`` or failed if one of them is; the first notes stay."""
     if any(part is NOT_YET for part in parts):
         return NOT_YET
+    notes = next((own for part in parts if (own := notes_of(part)) is not None), None)
     failed = [part for part in parts if isinstance(part, FailedScore)]
-    return FailedScore(value, failed[0].kind, failed[0].why) if failed else value
+    if failed:
+        return FailedScore(value, failed[0].kind, failed[0].why, notes)
+    return value if notes is None else NotedScore(value, notes)
 
 
 def checked_rewards(reward: BatchReward, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
@@ -223,4 +305,4 @@ def checked_score(name: str, value: object, prompt: Prompt, completion: Completi
             f"{name} returned {printable(value)!r}, not a finite number, for completion {completion.text[:200]!r} of "
             f"prompt {prompt.text[:200]!r}"
         )
-    return value if isinstance(value, SumScore) else number
+    return value if isinstance(value, SumScore | NotedScore) else number

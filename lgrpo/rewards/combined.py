@@ -7,7 +7,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final, get_args
 
-from lgrpo.rewards.base import BatchReward, FailedScore, Failure, NotYet, Score, SumScore, checked_rewards, combined
+from lgrpo.rewards.base import (
+    BatchReward,
+    FailedScore,
+    Failure,
+    NotYet,
+    Score,
+    SumScore,
+    checked_rewards,
+    combined,
+    notes_of,
+)
 from lgrpo.rewards.function import as_reward
 from lgrpo.types import Completion, Prompt
 
@@ -37,6 +47,10 @@ class WeightedSum(BatchReward):
         return all(reward.is_inline for reward in self.rewards.values())
 
     @property
+    def can_fail(self) -> bool:
+        return any(reward.can_fail for reward in self.rewards.values())
+
+    @property
     def turn_weight(self) -> float:
         return sum(self.weights[name] * reward.turn_weight for name, reward in self.rewards.items())
 
@@ -55,8 +69,11 @@ class WeightedSum(BatchReward):
 
     def report(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for name, reward in self.rewards.items():
-            metrics |= reward.report() | self._statistics[name].report(f"reward/{name}")
+        reports = [reward.report() for reward in self.rewards.values()]
+        for name in dict.fromkeys(name for report in reports for name in report):
+            metrics[name] = statistics.fmean(report[name] for report in reports if name in report)  # of several judges
+        for name in self.rewards:
+            metrics |= self._statistics[name].report(f"reward/{name}")
         return metrics
 
     def close(self) -> None:
@@ -71,11 +88,12 @@ class WeightedSum(BatchReward):
 
     def _sum(self, parts: dict[str, Score]) -> Score:
         known = {name: value for name, value in parts.items() if not isinstance(value, NotYet)}
+        notes = {name: own for name, value in parts.items() if (own := notes_of(value)) is not None} or None
         weighted = tuple((float(value), self.weights[name]) for name, value in known.items())
         score = combined(sum(value * weight for value, weight in weighted), list(parts.values()))
         if isinstance(score, FailedScore):
-            score.parts = weighted
-        return score if isinstance(score, FailedScore | NotYet) else SumScore(score, weighted)
+            score.parts, score.notes = weighted, notes
+        return score if isinstance(score, FailedScore | NotYet) else SumScore(score, weighted, notes)
 
 
 class ScoreStatistics:

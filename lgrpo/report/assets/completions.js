@@ -99,6 +99,12 @@ const completionDetail = (rows, filters, row) => [
   el("div", { class: "full" }, escaped(rows.prompt(row), filters.query)),
   el("div", { class: "small" }, completionTitle(rows.field(row, "dropped"))),
   el("div", { class: "full" }, escaped(rows.field(row, "completion"), filters.query)),
+  ...(rows.field(row, "notes")
+    ? [
+      el("div", { class: "small" }, "notes of the reward"),
+      el("div", { class: "full" }, escaped(rows.field(row, "notes"), filters.query)),
+    ]
+    : []),
   el("button", { class: "pill", onclick: () => filters.showGroup(rows.group(row)) }, "show its siblings"),
 ];
 

@@ -25,6 +25,7 @@ class Isolated(WrappedReward):
     """
 
     is_inline = False
+    can_fail = True
 
     def __init__(self, reward: BatchReward, scoring: Scoring = Scoring()) -> None:  # noqa: B008
         """
@@ -46,7 +47,9 @@ class Isolated(WrappedReward):
         futures = [
             pool.submit(prompts[i : i + size], completions[i : i + size]) for i in range(0, len(completions), size)
         ]
-        return [score for future in futures for score in self._scores(future, size)]
+        scores = [score for future in futures for score in self._scores(future, size)]
+        self.reward.observe(scores)
+        return scores
 
     def close(self) -> None:
         """End the processes. The next call starts them again."""
@@ -77,4 +80,4 @@ class Isolated(WrappedReward):
         try:
             return future.result()
         except ScoringError as error:
-            return [FailedScore(self.scoring.failure_score, error.kind, str(error))] * size
+            return [FailedScore(self.scoring.failure_score, error.kind, str(error), error.notes)] * size

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lgrpo.rewards.base import NotedError
 from lgrpo.rewards.workers.supervisor import signal_at_end_of_parent
 
 
@@ -85,7 +86,7 @@ def failed(error: BaseException) -> dict[str, Any]:
         text = f"{name}: {error}"
     except Exception:  # in its __str__
         text = name
-    return {"kind": kind, "error": text[:500]}
+    return {"kind": kind, "error": text[:500], "notes": error.notes if isinstance(error, NotedError) else None}
 
 
 def address_space() -> int:

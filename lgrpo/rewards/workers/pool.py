@@ -19,21 +19,22 @@ from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
 
-from lgrpo.rewards.base import NOT_YET, AsyncReward, BatchReward, Failure, Score
+from lgrpo.rewards.base import NOT_YET, AsyncReward, BatchReward, Failure, NotedScore, Notes, Score
 from lgrpo.rewards.workers.fork_server import ForkServer, Scoring
 from lgrpo.rewards.workers.scoring_loop import ScoringLoop
 from lgrpo.types import Completion, Prompt
 
-_MAX_ANSWER_BYTES = 2**20
+_MAX_ANSWER_BYTES = 2**24
 _CONCURRENT_GRACE = 2.0  # seconds in which a worker with many concurrent scores reports the late one itself
 
 
 class ScoringError(Exception):
-    """Failure to score completions: its kind, and the reason as message."""
+    """Failure to score completions: its kind, and the reason as message, with the notes of the reward."""
 
-    def __init__(self, kind: Failure, reason: str) -> None:
+    def __init__(self, kind: Failure, reason: str, notes: Notes | None = None) -> None:
         super().__init__(reason)
         self.kind: Failure = kind
+        self.notes = notes
 
 
 @dataclass(slots=True, eq=False)
@@ -201,9 +202,9 @@ class WorkerPool:
         if job is None:
             return
         if "scores" in answer:
-            job.future.set_result([NOT_YET if score is None else float(score) for score in answer["scores"]])
+            job.future.set_result(_scores(answer["scores"], answer["notes"]))
             return
-        job.future.set_exception(ScoringError(answer["kind"], answer["error"]))
+        job.future.set_exception(ScoringError(answer["kind"], answer["error"], answer["notes"]))
         if answer["kind"] == "memory":  # the next score would lack the memory it holds
             self._replace(worker, "memory", answer["error"])
 
@@ -220,3 +221,11 @@ class WorkerPool:
             job.is_alone = True
         with self._lock:
             self._waiting.extendleft(reversed(jobs))
+
+
+def _scores(values: Sequence[float | None], notes: Sequence[Notes | None]) -> list[Score]:
+    """Return the scores in a worker's answer."""
+    return [
+        NOT_YET if value is None else float(value) if own is None else NotedScore(value, own)
+        for value, own in zip(values, notes, strict=True)
+    ]

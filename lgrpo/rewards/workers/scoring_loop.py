@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from lgrpo.rewards.base import NOT_YET, AsyncReward, Score, checked_rewards, checked_score
+from lgrpo.rewards.base import NOT_YET, AsyncReward, Score, checked_rewards, checked_score, notes_of
 from lgrpo.rewards.workers.loop import WorkerLoop, failed
 from lgrpo.types import Completion, Prompt
 
@@ -52,5 +52,6 @@ class ScoringLoop(WorkerLoop):
 
 
 def scored(scores: Sequence[Score]) -> dict[str, Any]:
-    """Return an answer with scores."""
-    return {"scores": [None if score is NOT_YET else score for score in scores]}
+    """Return an answer with scores and their notes."""
+    values = [None if score is NOT_YET else score for score in scores]
+    return {"scores": values, "notes": [notes_of(score) for score in scores]}
