@@ -57,7 +57,8 @@ def smooth_points(points: Points, window: int) -> list[tuple[int, float]]:
 
 def downsample_rollouts(rows: list[dict[str, Any]], max_rows: int, max_characters: int) -> list[dict[str, Any]]:
     """Return the rows of every n-th rollout, the last one included, with the smallest n that meets both limits."""
-    characters = sum(len(str(row.get("prompt"))) + len(str(row.get("completion"))) for row in rows)
+    texts = ("prompt", "completion", "notes")
+    characters = sum(len(str(row.get(name))) for row in rows for name in texts)
     every = math.ceil(max(len(rows) / max_rows, characters / max_characters, 1))
     rollouts = sorted({row["rollout"] for row in rows}, reverse=True)
     chosen = set(rollouts[::every])

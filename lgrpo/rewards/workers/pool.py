@@ -187,7 +187,7 @@ class WorkerPool:
             if worker.pipe in ready:
                 self._read_answer(worker)
             elif worker.jobs and time.monotonic() >= min(job.deadline for job in worker.jobs.values()):
-                self._replace(worker, "timeouts", f"a score took longer than {self.scoring.timeout:g} s")
+                self._replace(worker, "timeouts", f"a score took longer than {self.scoring.timeout:g} s (data.scoring.timeout)")
 
     def _read_answer(self, worker: Worker) -> None:
         try:
@@ -204,7 +204,7 @@ class WorkerPool:
         if "scores" in answer:
             job.future.set_result(_scores(answer["scores"], answer["notes"]))
             return
-        job.future.set_exception(ScoringError(answer["kind"], answer["error"], answer["notes"]))
+        job.future.set_exception(ScoringError(answer["kind"], answer["error"], answer.get("notes")))
         if answer["kind"] == "memory":  # the next score would lack the memory it holds
             self._replace(worker, "memory", answer["error"])
 

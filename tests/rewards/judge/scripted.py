@@ -47,9 +47,10 @@ class Script:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body |= {"key": self.headers["Authorization"], "path": self.path}
                 with lock:
                     script.times.append(time.monotonic())
-                    script.requests.append(body | {"key": self.headers["Authorization"], "path": self.path})
+                    script.requests.append(dict(body))
                     response = script.responses.pop(0) if len(script.responses) > 1 else script.responses[0]
                 if callable(response):
                     response = response(body)

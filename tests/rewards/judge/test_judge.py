@@ -1,216 +1,171 @@
-"""A judge behind a server: its questions, how answers are read and kept, and servers that are busy, slow or away."""
+"""Scores of a judge: their notes and metrics, in workers and in the trainer's process, and a real server."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import pickle
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from lgrpo.engines.servers.client import VLLMServer, free_port
 from lgrpo.rewards import (
+    NOT_YET,
     FailedScore,
     Isolated,
     JudgeError,
     JudgeReward,
+    NotedScore,
+    OverlongPenalty,
     Pairwise,
     Question,
-    Rubric,
     Scoring,
-    read_verdicts,
-    verdict_statistics,
+    Shortest,
+    TagFormat,
+    WeightedSum,
+    notes_of,
 )
-from lgrpo.types import Completion, Prompt
-from tests.helpers import tiny_policy
-
-PROMPT = Prompt(token_ids=[1], text="What is 2 + 2?", row={"question": "2 + 2", "answer": "4"}, position=0)
-QUICK = {"retry_delay": 0.0, "model": "judge"}
+from lgrpo.rewards.base import MAX_NOTES
+from tests.rewards.judge.scripted import QUICK, Script, score
 
 
-def completion(text="four"):
-    return Completion(token_ids=[1], logprobs=[-0.1], text=text, finish_reason="stop", behaviour_step=0)
-
-
-def score(reward, *texts):
-    return reward([PROMPT] * len(texts), [completion(text) for text in texts])
-
-
-class Script:
-    """A server that gives prepared responses in order, the last one again and again, and keeps what it was asked."""
-
-    def __init__(self, *responses):
-        self.responses, self.requests, self.released = list(responses), [], threading.Event()
-        script, lock = self, threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    script.requests.append(body | {"key": self.headers["Authorization"]})
-                    response = script.responses.pop(0) if len(script.responses) > 1 else script.responses[0]
-                if response == "hang":
-                    script.released.wait(60)
-                    return
-                status, content, *headers = response if isinstance(response, tuple) else (200, response)
-                if status == 200 and content is not None:
-                    content = json.dumps({"choices": [{"message": {"content": content}}]})
-                self.send_response(status)
-                for name, value in headers:
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write((content or "").encode())
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.released.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
-class TestTemplates:
-    def test_rubric(self):
-        template = Rubric(["It is short."], scale=4, question="{question}", reference="{answer}")
-        ((message,),) = template.questions(PROMPT, completion("</answer> Rating: 4"))
-        text = message["content"]
-        assert "1. It is short." in text
-        assert "<question>\n2 + 2\n</question>" in text
-        assert "<reference>\n4\n</reference>" in text
-        assert text.count("</answer>") == 1, "a completion cannot close its block"
-        assert template.fields() == {"question", "answer"}
-        assert template.read(["At first Rating: 1.\nRating: **3**"]) == 0.75
-        for answer in ("", "Rating: five", "Rating: 5"):
-            with pytest.raises(ValueError, match="no rating from 0 to 4"):
-                template.read([answer])
-
-    def test_pairwise(self):
-        first, second = Pairwise(question="{question}").questions(PROMPT, completion())
-        assert "<answer_a>\nfour\n</answer_a>\n\n<answer_b>\n4\n</answer_b>" in first[0]["content"]
-        assert "<answer_a>\n4\n</answer_a>\n\n<answer_b>\nfour\n</answer_b>" in second[0]["content"]
-        read = Pairwise().read
-        assert read(["Better: A", "Better: B"]) == 1
-        assert read(["Better: B", "Better: A"]) == 0
-        assert read(["Better: A", "Better: A"]) == read(["Better: neither", "Better: neither"]) == 0.5
-        with pytest.raises(ValueError, match="no choice"):
-            read(["Better: A", "Better: C"])
-
-    def test_question(self):
-        template = Question("{question} = {completion}? {prompt}", "(yes|no|perhaps)", {"yes": 1, "no": 0})
-        assert template.questions(PROMPT, completion())[0][0]["content"] == "2 + 2 = four? What is 2 + 2?"
-        assert template.fields() == {"question"}
-        assert template.read(["no … yes"]) == 1
-        with pytest.raises(ValueError, match="the judge's verdict is 'perhaps', which has no score"):
-            template.read(["perhaps"])
-        assert Question("{completion}", r"(\d)").read(["7"]) == 7
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (("{prompt}", "(a)"), "every completion would get the same verdict"),
-            (("{completion}", "a"), "has 0 groups; it must have one"),
-            (("{completion}", "("), "is not a regular expression"),
-        ],
-    )
-    def test_mistakes(self, arguments, message):
-        with pytest.raises(ValueError, match=message):
-            Question(*arguments)
-
-
-class TestServers:
-    def test_a_score(self, monkeypatch):
-        monkeypatch.setenv("LGRPO_JUDGE_API_KEY", "secret")
+class TestNotes:
+    def test_a_verdict(self, tmp_path):
         with Script("Good. Rating: 7") as server:
-            assert score(JudgeReward(server.url, **QUICK), "four", "five") == [0.7, 0.7]
-        assert {(one["model"], one["temperature"], one["key"]) for one in server.requests} == {
-            ("judge", 0.0, "Bearer secret")
-        }
+            reward = JudgeReward(server.url, verdicts=str(tmp_path), **QUICK)
+            (first,), (second,) = score(reward, "four"), score(reward, "four")
+        assert first.notes["scores"] == [0.7]
+        assert first.notes["answers"] == [["Good. Rating: 7"]]
+        assert (first.notes["is_cached"], second.notes["is_cached"]) == (False, True)
+        assert {**first.notes, "is_cached": True} == second.notes
+        key = first.notes["verdict"]
+        assert (tmp_path / key[:2] / f"{key[2:]}.json").is_file()
 
-    def test_votes(self):
-        with Script("Rating: 10", "Rating: 10", "Rating: 4") as server:
-            assert score(JudgeReward(server.url, votes=3, temperature=0.7, **QUICK), "four") == [pytest.approx(0.8)]
-        assert sorted(one["seed"] for one in server.requests) == [0, 1, 2]
-
-    def test_a_server_that_recovers(self):
-        """It is busy, fails, hangs up, hangs, and sends nonsense; then it answers."""
-        busy, broken, nonsense = (429, "slow down", ("Retry-After", "0")), (500, "broken"), (200, None)
-        with Script(busy, broken, "hang", nonsense, "Rating: 5") as server:
-            assert score(JudgeReward(server.url, timeout=3, max_retries=4, **QUICK), "four") == [0.5]
-        assert len(server.requests) == 5
-
-    @pytest.mark.parametrize(
-        ("response", "message", "num_requests"),
-        [
-            ((429, "slow down"), r"answered .* with 429: slow down, after 3 attempts", 3),
-            ("hang", r"did not answer within 1 s, after 3 attempts", None),
-            ((401, "no"), r"with 401: no\. Set LGRPO_JUDGE_API_KEY to its key\.", 1),
-            ((404, "no such model"), r"with 404: no such model", 1),
-            ((200, None), r"sent no JSON: '', after 3 attempts", 3),
-        ],
-    )
-    def test_a_server_that_does_not(self, response, message, num_requests):
-        with Script(response) as server:
-            with pytest.raises(JudgeError, match=message):
-                score(JudgeReward(server.url, timeout=1 if response == "hang" else 60, max_retries=2, **QUICK), "a")
-            assert num_requests in (None, len(server.requests))
-
-    def test_no_server(self):
-        with pytest.raises(JudgeError, match=r"cannot be reached .*, after 2 attempts"):
-            score(JudgeReward(f"http://127.0.0.1:{free_port()}", max_retries=1, **QUICK), "a")
-
-    def test_in_workers(self):
-        """A verdict that cannot be read costs its completion."""
+    def test_in_workers(self, tmp_path):
+        """Also the verdict of a completion that could not be scored."""
         with Script("Rating: 9", "I would rather not.") as server:
-            reward = Isolated(JudgeReward(server.url, **QUICK), Scoring(num_workers=1, timeout=60))
+            judge = JudgeReward(server.url, verdicts=str(tmp_path), **QUICK)
+            reward = Isolated(judge, Scoring(num_workers=1, timeout=60, failure_score=-1))
             try:
-                first = score(reward, "a")
-                second = score(reward, "b")
+                (first,) = score(reward, "a")
+                (second,) = score(reward, "b")
             finally:
                 reward.close()
-        assert first == [0.9]
-        assert isinstance(second[0], FailedScore)
-        assert "no rating from 0 to 10 in the judge's answer 'I would rather not.'" in second[0].why
+            assert (first, first.notes["answers"]) == (0.9, [["Rating: 9"]])
+            assert isinstance(second, FailedScore)
+            assert (second, second.notes["scores"]) == (-1, [None])
+            assert second.notes["answers"] == [["I would rather not."]]
+            assert reward.report()["judge/unreadable_fraction"] == 0.5
+            assert reward.report()["judge/unreadable_fraction"] != 0.5, "the metrics are those since the last report"
+
+    def test_through_other_rewards(self):
+        with Script("Rating: 9") as server:
+            judge = JudgeReward(server.url, **QUICK)
+            for wrapped in (OverlongPenalty(judge, 100, 10), Shortest(judge)):
+                assert score(wrapped, "a")[0].notes["scores"] == [0.9]
+            (both,) = score(WeightedSum({"style": judge, "form": TagFormat(), "safe": judge}), "a")
+        assert both.notes.keys() == {"style", "safe"}
+        assert both.notes["safe"]["answers"] == [["Rating: 9"]]
+
+    def test_long_answers_are_shortened(self):
+        with Script("x" * 10**5 + " Rating: 9") as server:
+            (long,) = score(JudgeReward(server.url, **QUICK), "a")
+            (many,) = score(JudgeReward(server.url, votes=40, temperature=1.0, **QUICK), "a")
+        ((text,),) = long.notes["answers"]
+        assert len(text) == 2001
+        assert text.endswith("x Rating: 9")
+        assert many.notes.keys() >= {"verdict", "answers"}, "they would be dropped if they were too long together"
+
+    def test_notes_of_any_reward(self):
+        assert notes_of(NotedScore(1, {"why": {"a": (1, 2)}})) == {"why": {"a": [1, 2]}}
+        assert notes_of(NotedScore(1, {"x": "y" * MAX_NOTES}))["dropped"].endswith("characters of notes")
+        assert notes_of(0.5) is notes_of(NOT_YET) is None
 
 
-class TestVerdicts:
-    def test_asked_once(self, tmp_path):
-        """Questions and answers are kept; other questions, models and temperatures are asked."""
-        with Script("Rating: 6", "Rating: 8", "Rating: 2", "hm") as server:
-            for _ in range(2):
-                assert score(JudgeReward(server.url, verdicts=str(tmp_path), **QUICK), "four") == [0.6]
-            assert len(server.requests) == 1
-            assert score(JudgeReward(server.url, verdicts=str(tmp_path), **QUICK), "five") == [0.8]
-            other = QUICK | {"model": "another"}
-            assert score(JudgeReward(server.url, verdicts=str(tmp_path), **other), "four") == [0.2]
-            for _ in range(2):
-                with pytest.raises(ValueError, match="no rating"):
-                    score(JudgeReward(server.url, verdicts=str(tmp_path), **QUICK), "six")
-            assert len(server.requests) == 4
-        found = {verdict["answers"][0][0]: verdict for verdict in read_verdicts(tmp_path)}
-        assert found.keys() == {"Rating: 6", "Rating: 8", "Rating: 2", "hm"}
-        assert "<answer>\nfour\n</answer>" in found["Rating: 2"]["questions"][0][0]["content"]
-        assert (found["Rating: 2"]["model"], found["Rating: 2"]["scores"]) == ("another", [0.2])
-        assert found["hm"]["scores"] == [None]
-        statistics = verdict_statistics(tmp_path)
-        assert (statistics["verdicts"], statistics["unreadable"], statistics["agreement"]) == (4, 0.25, 1.0)
-        assert statistics["score"] == pytest.approx((0.6 + 0.8 + 0.2) / 3)
+class TestMetrics:
+    def test_votes(self, tmp_path):
+        ratings = {"a": [10, 10], "b": [4, None], "c": [5, 8]}
 
-    def test_agreement(self, tmp_path):
-        with Script("Rating: 6", "Rating: 6", "Rating: 1") as server:
-            score(JudgeReward(server.url, votes=3, temperature=1.0, verdicts=str(tmp_path), **QUICK), "four")
-        assert verdict_statistics(tmp_path)["agreement"] == pytest.approx(2 / 3)
+        def rate(body):
+            question = body["messages"][0]["content"]
+            return f"Rating: {ratings[question][body['seed']]}"
 
-    def test_none(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="there are no verdicts in"):
-            verdict_statistics(tmp_path)
+        with Script(rate) as server:
+            template = Question("{completion}", r"Rating: (\d+)")
+            reward = JudgeReward(server.url, template, votes=2, temperature=1.0, verdicts=str(tmp_path), **QUICK)
+            for text in "abca":
+                score(reward, text)
+        found = reward.report()
+        assert found.pop("judge/seconds") > 0
+        assert found == {
+            "judge/unreadable_fraction": 1 / 8,
+            "judge/unanimous_fraction": pytest.approx(2 / 3),  # a, asked once, counts twice; b has a single vote
+            "judge/vote_std": pytest.approx((0 + 0 + 1.5) / 3),
+            "judge/cached_fraction": 1 / 4,
+        }
+
+    def test_orders(self):
+        with Script("Better: A") as server:
+            reward = JudgeReward(server.url, Pairwise(), **QUICK)
+            assert score(reward, "a", "b") == [0.5, 0.5]
+        found = reward.report()
+        assert found.keys() == {"judge/unreadable_fraction", "judge/order_change_fraction", "judge/seconds"}
+        assert found["judge/order_change_fraction"] == 1
+
+    def test_several_judges(self):
+        """Their metrics have the same names: the mean is reported."""
+        with Script("Rating: 9", "hm") as server:
+            judges = {name: JudgeReward(server.url, **QUICK) for name in ("one", "two")}
+            score(judges["one"], "a")
+            with pytest.raises(JudgeError) as error:
+                score(judges["two"], "b")
+            judges["two"].observe([FailedScore(0, "errors", "", error.value.notes)])
+        assert WeightedSum(judges).report()["judge/unreadable_fraction"] == 0.5
+
+    def test_a_pickled_reward_has_none(self):
+        with Script("Rating: 9") as server:
+            reward = JudgeReward(server.url, **QUICK)
+            score(reward, "a")
+        pickled = pickle.loads(pickle.dumps(reward))
+        assert reward.report()["judge/unreadable_fraction"] == 0
+        assert pickled.report()["judge/unreadable_fraction"] != 0
+
+
+def test_closing_ends_the_wait():
+    """As after Ctrl-C with ``data.scoring: null``: the process would live until the last timeout."""
+    arrived = threading.Event()
+    ended = []
+
+    def ask():
+        try:
+            score(reward, "a", "b")
+        except BaseException as error:
+            ended.append(error)
+
+    with Script(lambda _: arrived.set() or "hang") as server:
+        reward = JudgeReward(server.url, timeout=50, **QUICK)
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert arrived.wait(20)
+        reward.close()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert isinstance(ended[0], asyncio.CancelledError)
+
+
+def test_a_late_completion_ends_alone():
+    """Its worker reports it, and goes on with others; its requests are not repeated any longer."""
+    with Script(lambda body: "hang" if "late" in str(body) else "Rating: 9") as server:
+        judge = JudgeReward(server.url, timeout=1, **QUICK | {"retry_delay": 0.1})
+        reward = Isolated(judge, Scoring(num_workers=1, timeout=2.5))
+        try:
+            late, other = score(reward, "late", "other")
+            num_requests = len(server.requests)
+            assert score(reward, "more", "still more") == [0.9, 0.9]
+        finally:
+            reward.close()
+    assert (late.kind, other) == ("timeouts", 0.9)
+    assert 3 <= num_requests <= 4
+    assert sum("late" in text for text in server.texts) == num_requests - 1
 
 
 @pytest.mark.parametrize(
@@ -221,47 +176,9 @@ class TestVerdicts:
         ({"timeout": 0.0}, "timeout is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1"),
+        ({"url": None}, "needs a url, the address of a server, or an engine"),
     ],
 )
 def test_settings(settings, message):
     with pytest.raises(ValueError, match=message):
-        JudgeReward("http://localhost", **settings)
-
-
-@pytest.mark.slow("starts a vLLM server")
-def test_a_real_server(tmp_path):
-    """An untrained model as judge: every answer is a digit or unreadable. Then the server is killed."""
-    pytest.importorskip("vllm")
-    policy = tiny_policy()
-    policy.build()
-    policy.tokenizer.chat_template = "{% for message in messages %}12>{% endfor %}"  # it has no letters
-    policy.model.save_pretrained(tmp_path / "model")
-    policy.tokenizer.save_pretrained(tmp_path / "model")
-    flags = {"max_model_len": 32, "max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    server = VLLMServer.start(tmp_path / "model", tmp_path / "server.log", flags, environment)
-    settings = {"max_tokens": 8, "verdicts": str(tmp_path / "verdicts"), "max_retries": 1, "retry_delay": 0.0}
-    try:
-        server.wait_until_ready(300)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LGRPO_JUDGE_API_KEY", server.api_key)
-            digit = JudgeReward(
-                server.url, Question("{completion}", r"(\d|>|$)", {"": 0.5, ">": 0.5} | DIGITS), **settings
-            )
-            scores = score(digit, "12>", "34>", "56>")
-            assert all(0 <= value <= 1 for value in scores)
-            assert digit.model == str(tmp_path / "model")
-            with pytest.raises(ValueError, match="no rating from 0 to 10"):
-                score(JudgeReward(server.url, **settings), "78>")
-            server.kill()
-            assert score(digit, "12>", "34>", "56>") == scores, "from the folder"
-            with pytest.raises(JudgeError, match="cannot be reached"):
-                score(digit, "90>")
-        with pytest.raises(JudgeError, match="cannot be reached"):
-            score(JudgeReward(server.url, **settings), "90>")
-    finally:
-        server.close()
-    assert verdict_statistics(tmp_path / "verdicts")["verdicts"] == 4
-
-
-DIGITS = {str(n): n / 10 for n in range(10)}
+        JudgeReward(**{"url": "http://localhost"} | settings)
