@@ -177,8 +177,8 @@ class RolloutBatch:
     reward_parts: Tensor | None = None
     """[B, 2, K] float32: each reward of a weighted sum, and its weight; None if the reward is not a sum."""
     notes: list[dict[str, Any] | None] | None = None
-    """What the reward noted about each of the B scores, such as a judge's verdict, in plain containers; None if
-    nothing."""
+    """Notes of the reward about each of the B scores, such as a judge's verdict, in plain containers; None without
+    any."""
     turn_rewards: Tensor | None = None
     """[B, T] float32: reward of each turn at its last token, 0 elsewhere; None without an environment."""
     episode_failed: Tensor | None = None

@@ -201,6 +201,7 @@ def test_the_page_explains_exactly_the_logged_metrics(finished):
     only_sometimes |= {f"environment/{kind}" for kind in failures}  # with an environment
     of_episodes = ("turns", "observed_length", "dropped_observations", "turn_signal_fraction", "model_errors")
     only_sometimes |= {f"rollout/{name}" for name in of_episodes}
+    only_sometimes |= {name for name in explained if name.startswith("judge/")}  # with a judge
     only_sometimes |= {
         n for n in explained if n.startswith(("monitor/", "calibration/", "sync/", "curriculum/"))
     }  # tested elsewhere

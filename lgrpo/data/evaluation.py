@@ -26,7 +26,7 @@ from lgrpo.data.prompts import Prompts, prompts_at
 from lgrpo.data.scorer import GroupScores, Scorer
 from lgrpo.engines import RolloutEngine, Sampling
 from lgrpo.hooks import call_stage, policy_owner
-from lgrpo.rewards import FailedScore
+from lgrpo.rewards import FailedScore, Notes, notes_of
 from lgrpo.run.checkpoints import gather_ranks
 from lgrpo.run.folder import run_folder
 from lgrpo.tasks import Task
@@ -85,6 +85,8 @@ class Samples:
     failed: Tensor
     """[problems, samples] bool: samples that could not be scored."""
     final_answers: list[list[str | None]]
+    notes: list[list[Notes | None]]
+    """Notes of the reward about each sample."""
 
     @property
     def answers(self) -> Tensor:
@@ -108,9 +110,10 @@ class Samples:
                 "correct": correct.tolist(),
                 "num_tokens": [completion.num_sampled for completion in group],
                 "finish_reasons": [completion.finish_reason for completion in group],
+                **({"notes": notes} if any(notes) else {}),
             }
-            for prompt, group, answers, rewards, correct in zip(
-                self.problems, self.groups, self.final_answers, self.rewards, self.correct, strict=True
+            for prompt, group, answers, rewards, correct, notes in zip(
+                self.problems, self.groups, self.final_answers, self.rewards, self.correct, self.notes, strict=True
             )
         ]
 
@@ -183,6 +186,7 @@ class Evaluator:
             correct=rewards >= settings.success_reward,
             failed=torch.tensor([[isinstance(score, FailedScore) for score in group] for group in scores]),
             final_answers=[[self.task.final_answer(c.text) for c in group] for group in groups],
+            notes=[[notes_of(score) for score in group] for group in scores],
         )
 
 

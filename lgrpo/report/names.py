@@ -98,6 +98,14 @@ _MONITOR += ["bound_2_positive", "bound_2_informative", "kl", "kl_k3", "tv_rms",
 _MONITOR += ["ratio_q01", "ratio_max", "clip_fraction_positive", "clip_fraction_negative", "clip_fraction", "lag_0"]
 _CALIBRATION = ["predicted", "realised", "error", "reward"]
 _SYNC = ["divergence"]
+_JUDGE = [
+    "unreadable_fraction",
+    "unanimous_fraction",
+    "vote_std",
+    "order_change_fraction",
+    "cached_fraction",
+    "seconds",
+]
 _CURRICULUM = ["measured_fraction", "in_band_fraction", "retired_fraction"]
 _VALIDATION = ["pass@1", "pass@1_stderr", "pass@1_over_reference", "reward_failures"]
 
@@ -119,6 +127,7 @@ def metric_names(num_samples: Mapping[str, int]) -> list[str]:
         "calibration": _CALIBRATION,
         "sync": _SYNC,
         "curriculum": _CURRICULUM,
+        "judge": _JUDGE,
     }
     for task, count in num_samples.items():
         several = sorted({2**n for n in range(1, count.bit_length())} | ({count} - {1}))

@@ -35,7 +35,7 @@ Failure: TypeAlias = Literal["timeouts", "crashes", "memory", "output", "errors"
 
 
 Notes: TypeAlias = dict[str, Any]
-"""What a reward writes down about a score: plain JSON of at most ``MAX_NOTES`` characters."""
+"""Notes of a reward about a score: plain JSON of at most ``MAX_NOTES`` characters."""
 MAX_NOTES = 2**16
 
 

@@ -105,7 +105,7 @@ class ScoreStatistics:
 
     def add(self, scores: Sequence[Score]) -> None:
         with self._lock:
-            self._values += [score for score in scores if not isinstance(score, NotYet)]
+            self._values += [float(score) for score in scores if not isinstance(score, NotYet)]
 
     def report(self, name: str) -> dict[str, float]:
         """Return and reset the statistics; 0 if no score was added."""

@@ -187,7 +187,9 @@ class WorkerPool:
             if worker.pipe in ready:
                 self._read_answer(worker)
             elif worker.jobs and time.monotonic() >= min(job.deadline for job in worker.jobs.values()):
-                self._replace(worker, "timeouts", f"a score took longer than {self.scoring.timeout:g} s (data.scoring.timeout)")
+                self._replace(
+                    worker, "timeouts", f"a score took longer than {self.scoring.timeout:g} s (data.scoring.timeout)"
+                )
 
     def _read_answer(self, worker: Worker) -> None:
         try:

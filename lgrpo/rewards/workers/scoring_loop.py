@@ -45,7 +45,10 @@ class ScoringLoop(WorkerLoop):
             value = await asyncio.wait_for(reward.score_with_retries(prompt, completion), self.timeout)
             answer = scored([checked_score(type(reward).__name__, value, prompt, completion)])
         except TimeoutError:
-            answer = {"kind": "timeouts", "error": f"a score took longer than {self.timeout:g} s (data.scoring.timeout)"}
+            answer = {
+                "kind": "timeouts",
+                "error": f"a score took longer than {self.timeout:g} s (data.scoring.timeout)",
+            }
         except Exception as error:
             answer = failed(error)
         self.answer({"job": job} | answer)
