@@ -386,6 +386,20 @@ class TestTable:
         browser.eval("document.querySelector('#clear').click()")
         assert counted(browser) == "320 rows"
 
+    def test_notes_of_the_reward(self, browser, tmp_path):
+        """Such as a judge's answer, in the detail of a row; nothing in that of a row without any."""
+        table = completions(1)
+        table[1]["notes"] = "scores: [0.7]\nanswers: <b>Fine.</b>\nRating: 7"
+        write_page([write_run(tmp_path / "run", table=table)], tmp_path / "page.html")
+        browser.open(tmp_path / "page.html")
+        details = []
+        for number in (0, 1):
+            browser.eval(f"[...document.querySelectorAll('#completions tr.row')][{number}].click()")
+            details.append(browser.eval("[...document.querySelectorAll('tr.detail')].at(-1).innerText"))
+            browser.eval(f"[...document.querySelectorAll('#completions tr.row')][{number}].click()")
+        assert "notes of the reward" not in details[0]
+        assert details[1].count(table[1]["notes"]) == 1
+
     def test_a_live_page_keeps_its_filter(self, browser, tmp_path):
         """The command rewrites the page while the run continues; the open page reloads."""
         run = write_run(tmp_path / "live", rows=metrics(40), table=completions(10))
@@ -417,7 +431,7 @@ class TestHostile:
     def test_text_of_a_run_is_neither_executed_nor_loaded(self, browser, tmp_path):
         table = completions(len(HOSTILE), group_size=2)
         for row in table:
-            row["prompt"] = row["completion"] = HOSTILE[row["rollout"]]
+            row["prompt"] = row["completion"] = row["notes"] = HOSTILE[row["rollout"]]
         rows_ = metrics(30)
         for row in rows_:
             row["<script>window.hacked=5</script>/<b>x"] = row["step"]
