@@ -39,6 +39,13 @@ def test_rows_keep_their_values():
                 assert torch.equal(expected, part), f.name
 
 
+def test_rows_keep_their_notes():
+    batch = a_batch(size=12)
+    batch.notes = [{"row": row} if row % 2 else None for row in range(12)]
+    for piece in batch.split(3):
+        assert piece.notes == [batch.notes[row] for row in piece.rows.tolist()]
+
+
 def test_rows_without_loss_are_left_out_but_no_piece_is_empty():
     batch = a_batch(size=8)
     batch.loss_mask[2:] = False

@@ -85,6 +85,8 @@ class JudgeReward(AsyncReward):
             raise ValueError(f"JudgeReward's votes is {votes}, but at temperature 0 all answers are equal: raise it")
         if (url is None) == (engine is None):
             raise ValueError("JudgeReward needs a url, the address of a server, or an engine, and not both")
+        if "None" in (request or {}).values():
+            raise ValueError("JudgeReward's request has the text 'None': write null in a config file, not in an option")
         if engine is not None and (model or request):
             raise ValueError("JudgeReward's model and request are for a server; an engine has its own settings")
         self.url = url

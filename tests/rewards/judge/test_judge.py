@@ -176,6 +176,7 @@ def test_a_late_completion_ends_alone():
         ({"timeout": 0.0}, "timeout is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1"),
+        ({"request": {"max_tokens": "None"}}, "write null in a config file"),  # as jsonargparse reads an option
         ({"url": None}, "needs a url, the address of a server, or an engine"),
     ],
 )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lgrpo import Evaluation, RolloutRecorder
+from lgrpo import Evaluation, ReplayEngine, RolloutRecorder
 from lgrpo.callbacks import ExactResume, RolloutLog
 from lgrpo.cli import main
 from lgrpo.engines import JudgeModel
@@ -34,7 +36,7 @@ from lgrpo.rewards import (
     verdict_statistics,
 )
 from lgrpo.tasks import SortDigits
-from tests.helpers import fit, largest_difference, tiny_policy
+from tests.helpers import LowDigits, fit, largest_difference, tiny_policy
 from tests.report.made_up import write_run
 from tests.rewards.judge.scripted import Script
 from tests.rewards.judge.test_real_server import save_judge
@@ -134,6 +136,49 @@ class TestAudit:
             done, other = again(judged(server, model="another"), "other.parquet")
         assert [row["reward"] for row in other] == [pytest.approx(0.3)] * 32
         assert (done.num_failed, {len(json.loads(row["score_notes"])["answers"]) for row in other}) == (0, {1})
+
+    def test_a_replayed_recording_keeps_its_notes(self, recorded, tmp_path):
+        run, folder = recorded
+        data = {"task": task(LowDigits()), "engine": ReplayEngine(str(folder / "rollouts"))}
+        again = fit(rollouts=2, data=data, callbacks=[RolloutRecorder(path=str(tmp_path))])
+        old, new = (Recording.read(str(path)).table for path in (folder / "rollouts", tmp_path))
+        assert old["score_notes"].null_count == 0
+        assert old["score_notes"].to_pylist() == new["score_notes"].to_pylist()
+        assert [batch.notes for batch in again.recorder.rollouts] == [batch.notes for batch in run.recorder.rollouts]
+
+    def test_notes_are_not_in_the_fingerprint_of_a_recording(self, recorded, tmp_path):
+        """Training does not depend on them, and older recordings have no such column."""
+        _, folder = recorded
+        whole = Recording.read(str(folder / "rollouts"))
+        without = tmp_path / "without.parquet"
+        metadata = pq.read_schema(next((folder / "rollouts").glob("*.parquet"))).metadata
+        pq.write_table(whole.table.drop_columns(["score_notes"]).replace_schema_metadata(metadata), without)
+        assert Recording.read(str(without)).fingerprint == whole.fingerprint
+
+    def test_the_programs_of_the_page(self, recorded, tmp_path, monkeypatch, capsys):
+        """The least certain verdicts, and agreement with known answers, of another run with votes."""
+        _, folder = recorded
+        page = (TINY.parents[1] / "tutorials" / "pages" / "rewards.md").read_text(encoding="utf-8")
+        programs = re.findall(r"```python\n(.*?)```", page[page.index("## A judge") :], re.DOTALL)[:2]
+        shutil.copytree(folder / "rollouts", tmp_path / "runs" / "gsm8k" / "rollouts")
+        monkeypatch.chdir(tmp_path)
+        with Script(lambda body: f"Rating: 0.{len(str(body)) * (body['seed'] + 1) % 10}") as server:
+            reward = judged(server, "verdicts", votes=2, temperature=1.0)
+            scored = tmp_path / "judged.parquet"
+            rescore("runs/gsm8k/rollouts", scored, task(reward), SCORING, tiny_policy().tokenizer)
+        (tmp_path / "runs" / "first" / "rollouts").mkdir(parents=True)
+        shutil.copy(scored, tmp_path / "runs" / "first" / "rollouts")
+        names = {}
+        exec(programs[0], names)
+        spreads = [abs(first - second) for first, second in (row["votes"] for row in names["unsure"])]
+        assert len(spreads) == 10
+        assert spreads == sorted(spreads, reverse=True)
+        assert spreads[0] > 0
+        capsys.readouterr()
+        exec(programs[1], names)
+        found = eval(capsys.readouterr().out, {"nan": None})
+        assert found["labelled"] == found["verdicts"] == len(names["labels"])
+        assert found["unanimous"] < 1
 
     def test_agreement_with_known_answers(self, recorded, tmp_path):
         """The labels are rewards of another recording of the same completions."""
