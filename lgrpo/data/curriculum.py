@@ -21,6 +21,8 @@ from lgrpo.types import RolloutBatch
 MAX_BOOST = 8
 """Upper limit of how much more often a row is drawn than if all were equally likely: the policy would learn a few rows
 by heart."""
+_ROUNDING = 1e-9
+"""Tolerance of the ends of the band: a mean of equal pass rates may be rounded."""
 _DRAW_KEY = 7
 """Key of the random numbers of draws, so that they differ from those of completions."""
 
@@ -66,7 +68,9 @@ class Curriculum(Order):
         self._frozen: Tensor | None = None
         """Upper ends of the rows' probabilities as of the last sync; None if nothing was measured then."""
         self._drawn: dict[int, int] = {}
-        """Row of every position that this rank has sampled, for those that are asked for after a sync."""
+        """Row of every position that this rank has sampled, until its group has been trained on."""
+        self._measured: list[int] = []
+        """Positions of the groups in the last rollout that was recorded, which may be read until the next one is."""
         self._lock = threading.Lock()
 
     def row_at(self, position: int) -> int:
@@ -108,19 +112,20 @@ class Curriculum(Order):
         """
         if rollout <= self._last_recorded:
             return
-        for _, row, rate in sorted(measurements):
+        found = sorted(measurements)
+        for _, row, rate in found:
             self._passes[row] = self._kept * self._passes[row] + rate
             self._counts[row] = self._kept * self._counts[row] + 1
+        with self._lock:
+            for position in self._measured:
+                self._drawn.pop(position, None)
+        self._measured = [position for position, _, _ in found]
         self._last_recorded = rollout
 
     def metrics(self) -> dict[str, float]:
         """Return the shares of prompts that are measured, in the band, and retired."""
-        rates, (low, high) = self._rates, self._band
-        shares = {
-            "measured": ~rates.isnan(),
-            "in_band": (rates >= low) & (rates <= high),
-            "retired": rates > high,
-        }
+        _, in_band, retired = _kinds(self._rates, self._band)
+        shares = {"measured": ~self._rates.isnan(), "in_band": in_band, "retired": retired}
         return {f"curriculum/{name}_fraction": float(mask.double().mean()) for name, mask in shares.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,6 +137,7 @@ class Curriculum(Order):
             "last_recorded": self._last_recorded,
             "frozen": self._frozen,
             "drawn": torch.tensor(drawn, dtype=torch.int64).view(-1, 2),
+            "measured": list(self._measured),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -139,6 +145,7 @@ class Curriculum(Order):
         self._last_recorded, self._frozen = state["last_recorded"], state["frozen"]
         with self._lock:
             self._drawn = dict(state["drawn"].tolist())
+        self._measured = list(state.get("measured", ()))
 
     @property
     def _rates(self) -> Tensor:
@@ -167,7 +174,7 @@ def draw_probabilities(
     """Return the probability of each row in a draw, [N] float64.
 
     Rows in the band, rows above it, and all others share the draws. A row has at most 1/P, so that none comes twice in
-    a rollout, and at most ``MAX_BOOST``/N. What one kind cannot take, the others take by the number of their rows.
+    a rollout, and at most ``MAX_BOOST``/N. What one kind cannot take, the others take in proportion to their limits.
 
     >>> nan = float("nan")
     >>> draw_probabilities(torch.tensor([0.5, 0.4, 1.0, 0.0, nan]), 2, band=(0.2, 0.8), exploration=0.3, replay=0.1)
@@ -182,12 +189,17 @@ def draw_probabilities(
         exploration: Share of rows that are not measured or below the band.
         replay: Share of rows above the band.
     """
-    low, high = band
-    in_band, retired = (rates >= low) & (rates <= high), rates > high
-    kinds = torch.stack([~in_band & ~retired, in_band, retired])
+    kinds = _kinds(rates, band)
     sizes = kinds.sum(1).double()
     limits = sizes * min(1 / num_prompts, MAX_BOOST / len(rates))
     shares = torch.tensor([exploration, 1 - exploration - replay, replay], dtype=torch.float64).minimum(limits)
     unused = limits - shares if len(rates) >= num_prompts else sizes
     shares += (1 - shares.sum()).clamp(min=0) * unused / unused.sum().clamp(min=1e-12)
     return (kinds * (shares / sizes.clamp(min=1))[:, None]).sum(0)
+
+
+def _kinds(rates: Tensor, band: tuple[float, float]) -> Tensor:
+    """Return which rows are not measured or below the band, in it, and above it, [3, N] bool."""
+    low, high = band
+    in_band, retired = (rates >= low - _ROUNDING) & (rates <= high + _ROUNDING), rates > high + _ROUNDING
+    return torch.stack([~in_band & ~retired, in_band, retired])
