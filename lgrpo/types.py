@@ -362,7 +362,7 @@ class EvaluationBatch:
     reference_correct: Tensor | None = None
     """[problems, samples] bool: correct samples of the reference, if it was sampled too."""
     failed: Tensor | None = None
-    """[problems, samples] bool: samples that could not be scored; None if the reward runs in the trainer's process."""
+    """[problems, samples] bool: samples that could not be scored; None if the reward cannot fail."""
 
 
 def _lag(step: int, steps: Tensor) -> Tensor:

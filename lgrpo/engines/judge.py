@@ -111,10 +111,7 @@ class JudgeModel(JudgeEngine):
     ) -> list[list[Answer]]:
         likeliest = Sampling(top_k=1, max_tokens=max_tokens)
         sampling = Sampling(temperature=temperature, max_tokens=max_tokens) if temperature > 0 else likeliest
-        device = torch.device(self._device())
-        with (
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        ):  # a thread begins with the first one
+        with self._current_device():
             groups = model.engine.generate(prompts, num_answers, sampling, 0, model.tokenizer)
         return [[Answer(answer.text, answer.finish_reason == "stop") for answer in group] for group in groups]
 

@@ -9,7 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
@@ -209,7 +209,8 @@ class AsyncReward(BatchReward):
     def close(self) -> None:
         """Cancel the scores that other threads wait for."""
         for cancel in list(_CANCEL.get(id(self), ())):
-            cancel()
+            with suppress(RuntimeError):  # its event loop has ended meanwhile
+                cancel()
 
 
 class WrappedReward(BatchReward):

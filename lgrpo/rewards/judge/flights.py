@@ -23,7 +23,7 @@ class SingleFlight(Generic[_T]):
         name = id(asyncio.get_running_loop()), key
         if name not in self._tasks:
             task = asyncio.create_task(work())
-            task.add_done_callback(lambda _: self._tasks.pop(name))
+            task.add_done_callback(lambda task: self._forget(name, task))
             self._tasks[name] = task, set()
         task, waiting = self._tasks[name]
         own = object()
@@ -34,3 +34,8 @@ class SingleFlight(Generic[_T]):
             waiting.discard(own)
             if not waiting:
                 task.cancel()  # nothing happens if it is done
+                self._forget(name, task)  # it takes a while to end, in which others may ask
+
+    def _forget(self, name: tuple[int, str], task: asyncio.Task[_T]) -> None:
+        if name in self._tasks and self._tasks[name][0] is task:
+            del self._tasks[name]

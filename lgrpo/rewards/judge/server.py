@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -116,11 +117,8 @@ class JudgeServer:
             )
 
     def _pause(self, response: Response) -> None:
-        """Begin the pause that the server asks for, if any. A date, which is rare, is ignored."""
-        try:
-            seconds = float(response.headers.get("Retry-After", "0"))
-        except ValueError:
-            return
+        """Begin the pause that the server asks for, if any."""
+        seconds = retry_seconds(response.headers.get("Retry-After", "0"), time.time())
         if seconds > self.timeout:
             raise JudgeError(
                 f"the judge at {self.url} asks to wait {seconds:g} s, longer than timeout ({self.timeout:g} s)"
@@ -159,6 +157,22 @@ def base_url(url: str) -> str:
         raise ValueError(f"JudgeReward's url is {url!r}; it must be an address such as http://localhost:8000")
     path = parts.path.rstrip("/").removesuffix(_ROUTE)
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
+
+
+def retry_seconds(header: str, now: float) -> float:
+    """Return the pause that a ``Retry-After`` asks for, as a number of seconds or as a date; 0 if it is neither.
+
+    >>> retry_seconds("1.5", 0.0), retry_seconds("Thu, 01 Jan 1970 00:00:09 GMT", 2.0), retry_seconds("soon", 0.0)
+    (1.5, 7.0, 0.0)
+    """
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - now
+        except (ValueError, OverflowError):
+            seconds = 0.0
+    return max(0.0, seconds)  # 0 for NaN
 
 
 @cache

@@ -98,7 +98,8 @@ class Rubric(JudgeTemplate):
         0.8
         """
         # at the end of a line, so that neither -3 nor 10,000 nor 5 to 6 is read as another number
-        pattern = rf"\brating:[^\w\n+-]*(\d+(?:\.\d+)?)(?:\W*(?:/|out of)\W*{self.scale})?[^\S\n]*(?:\(.*\))?[*_.\s]*$"
+        out_of = rf"(?:\W{{0,9}}(?:/|out of)\W{{0,9}}{self.scale})?"  # limited: endless spaces would take hours
+        pattern = rf"\brating:[^\w\n+-]*(\d+(?:\.\d+)?){out_of}(?:[^\S\n]*\(.*\))?[*_.\s]*$"
         found = re.findall(pattern, answers[0], re.IGNORECASE | re.MULTILINE)
         if not found or not 0 <= float(found[-1]) <= self.scale:
             raise ValueError(f"no rating from 0 to {self.scale} in the judge's answer {_end(answers[0])}")
@@ -210,8 +211,12 @@ class Question(JudgeTemplate):
         if not found:
             raise ValueError(f"nothing matches {self.pattern!r} in the judge's answer {_end(answers[0])}")
         if self.scores is None:
-            if finite_number(value := float(found[-1])) is None:
-                raise ValueError(f"the judge's verdict is {found[-1]!r}, which is no score")
+            try:
+                value = finite_number(float(found[-1]))
+            except ValueError:
+                value = None
+            if value is None:
+                raise ValueError(f"the judge's verdict is {found[-1]!r}, which is no number: give it one in scores")
             return value
         if found[-1] not in self.scores:
             raise ValueError(f"the judge's verdict is {found[-1]!r}, which has no score: {sorted(self.scores)}")

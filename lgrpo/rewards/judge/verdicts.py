@@ -108,7 +108,8 @@ def verdict_statistics(folder: str | Path, labels: Mapping[str, float] | None = 
         folder: Folder given as ``verdicts``.
         labels: Known score of completions, between 0 and 1, by the key of the verdict.
     """
-    found = list(read_verdicts(folder))
+    names = ("key", "scores", "orders_agree", "seconds")  # without the texts, which may not fit into memory
+    found = [{name: one[name] for name in names if name in one} for one in read_verdicts(folder)]
     if not found:
         raise FileNotFoundError(f"there are no verdicts in {folder}")
     votes = [score for verdict in found for score in verdict["scores"]]

@@ -73,6 +73,32 @@ def test_the_work_ends_with_the_last_that_waits():
     asyncio.run(main())
 
 
+def test_what_is_being_cancelled_is_asked_again():
+    """It may take a while to end, as a connection that is closed does."""
+
+    async def main():
+        flight, closed = SingleFlight(), asyncio.Event()
+
+        async def slow_to_end():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await closed.wait()
+
+        work = Work()
+        work.released.set()
+        (first,) = await started(flight, slow_to_end, "a")
+        first.cancel()
+        await asyncio.sleep(0.01)
+        second = asyncio.create_task(flight("a", work))
+        await asyncio.sleep(0.01)
+        closed.set()
+        assert await second == 1
+        assert not flight._tasks
+
+    asyncio.run(main())
+
+
 def test_several_event_loops():
     """As in threads that score groups in the trainer's process."""
     flight = SingleFlight()

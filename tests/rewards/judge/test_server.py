@@ -53,6 +53,12 @@ class TestFailures:
             ),
             ((307, "", ("Location", "http://elsewhere/v1")), "redirects to 'http://elsewhere/v1': set url to it", 1),
             ((429, "", ("Retry-After", "3600")), r"asks to wait 3600 s, longer than timeout \(1 s\)", 1),
+            (
+                (503, "", ("Retry-After", "Fri, 31 Dec 9999 23:59:59 GMT")),
+                r"asks to wait \d\S* s, longer than timeout \(1 s\)",
+                1,
+            ),
+            ((503, "", ("Retry-After", "nan")), r"with 503: , after 3 attempts", 3),
             ((200, "[]"), r"sent no answer: \[\]", 1),
             ((200, answer(["a"])), "sent no answer", 1),
         ],

@@ -70,6 +70,12 @@ class TestRubric:
         with pytest.raises(ValueError, match="no rating from 0 to 4"):
             Rubric(scale=4).read([answer])
 
+    @pytest.mark.parametrize("end", [" ", "/", "/ ", "*", "(", "5", " out of"])
+    def test_a_judge_that_does_not_stop(self, end):
+        """Reading takes a time proportional to the length; proportional to its square, it would take hours."""
+        with pytest.raises(ValueError, match="no rating from 0 to 4"):
+            Rubric(scale=4).read(["Rating: 3" + end * 10**5 + "x"])
+
 
 class TestPairwise:
     def test_questions(self):
@@ -117,8 +123,9 @@ class TestQuestion:
 
     def test_a_number(self):
         assert Question("{completion}", r"(\d)").read(["7"]) == 7
-        with pytest.raises(ValueError, match="'nan', which is no score"):
-            Question("{completion}", r"(\w+)").read(["nan"])
+        for verdict in ("nan", "seven"):
+            with pytest.raises(ValueError, match=f"the judge's verdict is '{verdict}', which is no number"):
+                Question("{completion}", r"(\w+)").read([verdict])
 
     def test_fields_of_fields(self):
         assert Question("{options[0]} {question} {completion}", "(a)").fields() == {"options", "question"}
