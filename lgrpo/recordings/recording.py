@@ -23,10 +23,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.contexts import Dropped
 from lgrpo.kept import Kept
+from lgrpo.recordings.rows import read_rows
 from lgrpo.rewards import FailedScore, NotedScore
 from lgrpo.run.atomic import replaced
 from lgrpo.run.resume import chat_template_fingerprint, vocabulary_fingerprint
-from lgrpo.tasks.files import is_data_file, read_file
+from lgrpo.tasks.files import is_data_file
 from lgrpo.types import RECORDED, Completion, Prompt
 
 SCHEMA = pa.schema(
@@ -70,8 +71,6 @@ _OPTIONAL = ("observed", "turn_rewards", "episode_failed", "dropped", "kept_toke
 _NOTES = "score_notes"
 _ADDED = ("spans", *_OPTIONAL, _NOTES)
 """Columns that older recordings do not have."""
-_LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "finish_reason"}
-"""Columns that hold lists over all siblings of a prompt, and their names for one completion."""
 
 
 def write_recording(rows: Sequence[Mapping[str, Any]] | pa.Table, metadata: Mapping[str, Any], path: Path) -> None:
@@ -125,7 +124,7 @@ class Recording:
         files = [file for one in paths for file in _files(one)]
         tables, metadata, first_group, has_unknown_tokenizer = [], [], 0, False
         for file in files:
-            table, own = _read_parquet(file) if file.endswith(".parquet") else (_read_rows(file), None)
+            table, own = _read_parquet(file) if file.endswith(".parquet") else (_table_of_rows(file), None)
             groups = table["group"].combine_chunks().dictionary_encode()
             numbers = pc.add(groups.indices.cast(pa.int64()), first_group)
             first_group += len(groups.dictionary)
@@ -271,7 +270,7 @@ def _read_parquet(path: str) -> tuple[pa.Table, dict[str, Any] | None]:
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a valid Parquet file: {error}") from error
     if table is None:
-        return _read_rows(path), None
+        return _table_of_rows(path), None
     for name in (name for name in _ADDED if name not in table.column_names):
         table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
@@ -293,64 +292,6 @@ def _check_rewards(path: str, table: pa.Table) -> None:
             )
 
 
-def _read_rows(path: str) -> pa.Table:
-    """Read a file of another program: a row per completion, or per prompt with lists of completions and rewards."""
-    rows: list[dict[str, Any]] = []
-    numbers: dict[object, int] = {}
-    last_siblings: dict[int, int] = {}
-    for location, given in read_file(path):
-        for one in _completions_in(location, given):
-            key = given.get("group", (one["prompt"],))  # by default all completions of a prompt are one group
-            one["group"] = numbers.setdefault(key, len(numbers))
-            one["sibling"] = last_siblings[one["group"]] = last_siblings.get(one["group"], -1) + 1
-            rows.append(one)
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
-
-
-def _completions_in(location: str, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the completions of a row, checked, with the names of ``SCHEMA``."""
-    lists = {own: given[theirs] for theirs, own in _LISTS.items() if given.get(theirs) is not None}
-    if "prompt" not in given or ("completion" not in given and "completion" not in lists):
-        raise ValueError(
-            f"{location}: a recorded row needs a prompt, and a completion (or completions, a list); this one has "
-            f"{sorted(given)}"
-        )
-    shared = {name: given[name] for name in ("prompt", "position", "rollout") if name in given}
-    known = {*SCHEMA.names, *_LISTS}
-    others = {name: value for name, value in given.items() if name not in known}
-    row = given.get("row") or others
-    shared["row"] = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False, default=str)
-    own = ("completion", "token_ids", "logprobs", "finish_reason", "reward")
-    if "completion" not in lists:
-        found = [{name: given.get(name) for name in own}]
-    else:
-        if wrong := [name for name, values in lists.items() if not isinstance(values, list)]:
-            raise ValueError(f"{location}: {wrong[0]}s is not a list")
-        if len({len(values) for values in lists.values()}) > 1:
-            counts = ", ".join(f"{len(values)} {name}s" for name, values in lists.items())
-            raise ValueError(f"{location}: {counts}: the lists must have the same length")
-        found = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
-    return [_checked(location, shared | one) for one in found]
-
-
-def _checked(location: str, one: dict[str, Any]) -> dict[str, Any]:
-    for name in ("prompt", "completion"):
-        if not isinstance(one[name], str):
-            raise ValueError(f"{location}: {name} is {one[name]!r}, not a string")
-    reward = one.get("reward")
-    if reward is not None:
-        is_number = isinstance(reward, int | float)
-        if not is_number or not math.isfinite(reward):
-            raise ValueError(
-                f"{location}: the reward is {reward!r}; it must be a finite number, or null if not known yet"
-            )
-        one["reward"] = float(reward)
-    one["finish_reason"] = one.get("finish_reason") or "stop"
-    if one["finish_reason"] not in ("stop", "length"):
-        raise ValueError(f"{location}: finish_reason is {one['finish_reason']!r}; it must be stop or length")
-    ids, logprobs = one.get("token_ids"), one.get("logprobs")
-    if logprobs is not None and (ids is None or len(ids) != len(logprobs)):
-        raise ValueError(f"{location}: logprobs must have one number for each of token_ids")
-    if wrong := [number for number in logprobs or [] if not isinstance(number, int | float)]:
-        raise ValueError(f"{location}: logprobs contains {wrong[0]!r}; if one is not known, leave all of them out")
-    return one
+def _table_of_rows(path: str) -> pa.Table:
+    """Return the table of a file of another program."""
+    return pa.Table.from_pylist(read_rows(path, SCHEMA.names), schema=SCHEMA)
