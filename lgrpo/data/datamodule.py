@@ -86,8 +86,8 @@ class RolloutDataModule(L.LightningDataModule):
             scoring: Workers and limits of rewards that are not known to be harmless; null scores in this process.
             evaluation: Settings of the validation on the task.
             benchmarks: Other tasks to validate on, by name.
-            generate_ahead: Whether to sample all rollouts up to the next sync in one call (up to the end of the epoch
-                if weight_sync.period is null; at most 16 if they overlap). The samples are the same, in larger batches,
+            generate_ahead: Whether to sample all rollouts up to the next sync in one call (at most 16 if they overlap,
+                and at most 16 of one epoch if weight_sync.period is null). The samples are the same, in larger batches,
                 and the engine sleeps once a cycle instead of once a rollout.
             overlap: Whether to sample the rest of a cycle in the background while the trainer updates. The samples are
                 the same; engine and trainer need their memory at the same time. By default with servers only. At

@@ -213,7 +213,10 @@ SECTIONS = {
             title="Live tokens", note="Number of tokens with a loss.", lines={"train/live_tokens": "tokens"}, axis_min=0
         ),
         Chart(
-            title="Skipped steps", note="1 if no token was live.", lines={"train/step_skipped": "skipped"}, axis_min=0
+            title="Skipped steps",
+            note="1 if there was nothing to train on.",
+            lines={"train/step_skipped": "skipped"},
+            axis_min=0,
         ),
     ],
     "Time": [
