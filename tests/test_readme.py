@@ -81,6 +81,7 @@ def test_the_quick_start_has_the_settings_of_its_config():
     data, trainer = config["data"], config["trainer"]
     for setting in (
         config["model"]["policy"]["name"],
+        json.dumps(data["task"]["init_args"]["template"]["prompt"]),
         f"lr={config['model']['optimizer']['init_args']['lr']:g}".replace("e-06", "e-6"),
         f"num_prompts={data['num_prompts']}, group_size={data['group_size']}, num_rollouts={data['num_rollouts']}",
         f"max_tokens={data['sampling']['max_tokens']}",

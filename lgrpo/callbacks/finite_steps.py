@@ -26,8 +26,8 @@ class FiniteSteps(L.Callback):
     """Skips an optimizer step whose gradient is not finite, and saves its batch for inspection.
 
     Weights and optimizer state do not change; ``fault/nonfinite_steps`` counts the skipped steps, and
-    ``train/grad_norm`` is infinite or NaN. In 16-bit precision
-    the gradient scaler skips such steps instead, and must see them.
+    ``train/grad_norm`` is infinite or NaN. In 16-bit precision the gradient scaler skips such steps instead, and must
+    see them.
     """
 
     def __init__(self, patience: int = 10, keep: int = 5) -> None:

@@ -69,7 +69,7 @@ def play(options: argparse.Namespace, view: EpisodeView) -> None:
     from lgrpo.environments import ToolEnvironment
 
     checkpoint = find_checkpoint(options.checkpoint)
-    settings, data = build_settings(options.config or find_config(checkpoint))
+    settings, data = build_settings([f"--config={options.config or find_config(checkpoint)}"])
     engine = find_environment(data, checkpoint)
     environment = engine.environment
     assert environment is not None

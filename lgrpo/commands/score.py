@@ -32,12 +32,12 @@ def main(args: list[str]) -> None:
     if not any(argument.startswith(("--config", "-c", "--data.task")) for argument in fit_args):
         raise SystemExit("lgrpo: no task is given: name the config that has it with --config FILE")
 
-    from lgrpo.commands.fit import LGRPOCLI
+    from lgrpo.commands.settings import build_settings, policy_from_settings
     from lgrpo.recordings import rescore
 
-    cli = LGRPOCLI(fit_args, run=False)
+    settings, data = build_settings(fit_args)
     try:
-        scored = rescore(options.file, out, cli.datamodule.task, cli.datamodule.scoring, cli.model.policy.tokenizer)
+        scored = rescore(options.file, out, data.task, data.scoring, policy_from_settings(settings).tokenizer)
     except (ValueError, OSError, RuntimeError) as error:
         raise SystemExit(f"lgrpo: {error}") from error
     before = "none" if scored.before is None else f"{scored.before:.4f}"

@@ -19,9 +19,9 @@ def parse_settings(args: list[str]) -> Namespace:
     return _SettingsCLI(args).config
 
 
-def build_settings(path: Path) -> tuple[Namespace, RolloutDataModule]:
-    """Return the settings in a config, and the data module that they describe. Its classes are imported."""
-    cli = _SettingsCLI([f"--config={path}", "--seed_everything=false"])
+def build_settings(args: list[str]) -> tuple[Namespace, RolloutDataModule]:
+    """Return the settings that ``lgrpo fit`` would read from its arguments, and the data module that they describe."""
+    cli = _SettingsCLI([*args, "--seed_everything=false"])
     return cli.config, cli.parser.instantiate_classes(cli.config).data
 
 

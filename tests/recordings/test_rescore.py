@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lgrpo import ReplayEngine, RolloutRecorder
 from lgrpo.cli import main
@@ -79,6 +80,14 @@ def test_texts_without_rewards_can_be_scored_and_trained_on(tmp_path, capsys):
     assert Recording.read(str(out)).table["token_ids"].null_count == 8  # the file still has no token ids
     run = train(str(out))
     assert run.recorder.rollouts[0].rewards.tolist() == [1, 0, 0, 0] * 2
+
+
+def test_the_config_of_a_run_on_a_gpu_scores_anywhere(recorded, tmp_path, capsys):
+    """It has an accelerator that is not there, and the checkpoint that the run resumed from."""
+    config, out = tmp_path / "config.yaml", tmp_path / "scored.parquet"
+    config.write_text(yaml.safe_dump({"trainer": {"accelerator": "gpu"}, "ckpt_path": "last", "weights_only": None}))
+    main(["score", str(recorded), f"--config={TINY}", f"--config={config}", f"--out={out}"])
+    assert "completions scored" in capsys.readouterr().out
 
 
 class Unreliable(Reward):
