@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class WorkerProcess:
         self._urgent, urgent = Pipe()
         self._urgent_lock = threading.Lock()
         self._is_busy = False
+        self._is_cancelled = False
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._cache: ReceiverCache = {}
         program = _WORKER.format(trainer=os.getpid())
@@ -101,12 +103,18 @@ class WorkerProcess:
 
     def call_urgently(self, name: str, *arguments: Any, timeout: float) -> Any:
         """Send a request that is served even during a generation, from any thread, and return its answer."""
+        deadline = time.monotonic() + timeout
         with self._urgent_lock:
             try:
                 self._urgent.send((name, arguments))
-                if not self._urgent.poll(timeout):
-                    self.kill()  # a late answer would be taken for that of the next request
-                    raise EngineFailure(f"a process of the pool did not answer for {timeout:g} s")
+                while not self._urgent.poll():
+                    unread = [self.connection] if self._is_cancelled else []
+                    ready = wait([self._urgent, *unread], max(0.0, deadline - time.monotonic()))
+                    if not ready:
+                        self.kill()  # a late answer would be taken for that of the next request
+                        raise EngineFailure(f"a process of the pool did not answer for {timeout:g} s")
+                    if self.connection in ready:  # if nobody reads it, the worker cannot send, and serves nothing
+                        self._discard(timeout)
                 kind, content = self._urgent.recv()
             except (EOFError, OSError) as error:
                 raise EngineFailure(f"a process of the pool ended{log_excerpt(self.log)}") from error
@@ -121,10 +129,9 @@ class WorkerProcess:
 
     def request(self, name: str, *arguments: Any, timeout: float) -> None:
         """Send a request. If an interrupted one is unanswered, cancel it first."""
-        while self._is_busy:
-            self._receive(timeout)  # discarded, errors too
-            if self._is_busy:
-                self.interrupt()  # again: the worker may not have started it at the first interrupt
+        with self._urgent_lock:
+            while self._is_busy:
+                self._discard(timeout)
         self.send((name, arguments), timeout)
         self._is_busy = True
 
@@ -164,7 +171,8 @@ class WorkerProcess:
             self.connection.send(message)
 
     def interrupt(self) -> None:
-        """Ask the worker to cancel its current request."""
+        """Ask the worker to cancel its current request, whose messages are discarded from now on."""
+        self._is_cancelled = self._is_busy
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGINT)
 
@@ -184,11 +192,17 @@ class WorkerProcess:
         """Kill the process."""
         kill_process(self.process)
 
+    def _discard(self, timeout: float) -> None:
+        """Discard the next message of a cancelled request, also an error."""
+        self._receive(timeout)
+        if self._is_busy:
+            self.interrupt()  # again: the worker may not have started it at the first interrupt
+
     def _receive(self, timeout: float) -> tuple[str, Any]:
         with self._within(timeout):
             kind, content = self.connection.recv()
         if kind in ("answer", "error"):
-            self._is_busy = False
+            self._is_busy = self._is_cancelled = False
         return kind, content
 
     @contextlib.contextmanager

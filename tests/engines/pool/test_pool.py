@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,29 @@ def test_interrupted_generation(policy, pool, alone, monkeypatch):
     assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy)), "the rest is discarded"
     assert len(finished) == 1
     assert kinds.count("group") < len(many) / 2, "the workers cancelled it"
+    assert all(worker.is_alive for worker in pool._workers.running)
+
+
+def test_interrupt_when_the_pipe_is_full(policy, pool, alone, monkeypatch):
+    """The worker waits for the trainer to read, and cannot serve the request of a checkpoint meanwhile."""
+    monkeypatch.setattr(pool, "timeouts", replace(pool.timeouts, generate=60))
+    pipes = [worker.connection.fileno() for worker in pool._workers.running]
+
+    def unread():
+        return [int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder) for pipe in pipes]
+
+    def interrupt(index, group):
+        before = [-1]
+        while before != (before := unread()):
+            time.sleep(1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.generate(prompts(policy, *TEXTS) * 3000, 4, SAMPLING, 7, policy.tokenizer, interrupt)
+    assert min(unread()) > 50_000
+    held = pool.held_weights()
+    assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
+    assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy)), "the rest is discarded"
     assert all(worker.is_alive for worker in pool._workers.running)
 
 
