@@ -85,6 +85,15 @@ def test_copies_of_a_prompt_draw_from_different_streams(policy, engine):
     assert as_ids([first]) != as_ids([second])
 
 
+def test_both_servers_are_used(policy, engine):
+    """Before tests with errors, which leave requests that are logged later."""
+    before = [server.log.read_text().count("POST /v1/completions") for server in engine.group.servers]
+    engine.generate(prompts(policy, *TEXTS * 4), 2, Sampling(max_tokens=8), 7, policy.tokenizer)
+    after = [server.log.read_text().count("POST /v1/completions") for server in engine.group.servers]
+    assert sum(after) - sum(before) == 4 * len(TEXTS)
+    assert all(b > a for a, b in zip(before, after, strict=True))
+
+
 def test_kept_tokens(policy, engine):
     check_kept(policy, engine, prompts(policy, *TEXTS), TOLERANCE)
 
@@ -95,14 +104,6 @@ def test_a_server_that_returns_too_few_logprobs(policy, engine, monkeypatch):
         EngineError, match=r"does not return 5000 log-probabilities .* start it with --max-logprobs 5000"
     ):
         engine.generate(prompts(policy, *TEXTS), 2, Sampling(top_k=4, max_tokens=6).with_kept(), 0, policy.tokenizer)
-
-
-def test_both_servers_are_used(policy, engine):
-    before = [server.log.read_text().count("POST /v1/completions") for server in engine.group.servers]
-    engine.generate(prompts(policy, *TEXTS * 4), 2, Sampling(max_tokens=8), 7, policy.tokenizer)
-    after = [server.log.read_text().count("POST /v1/completions") for server in engine.group.servers]
-    assert sum(after) - sum(before) == 4 * len(TEXTS)
-    assert all(b > a for a, b in zip(before, after, strict=True))
 
 
 def test_the_files_are_the_behaviour_policy(policy, engine):
