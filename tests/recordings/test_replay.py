@@ -32,7 +32,7 @@ from lgrpo.losses import (
 from lgrpo.recordings import RecordedPrompts, Recording
 from lgrpo.recordings.recording import with_column, write_recording
 from lgrpo.report import read_series
-from lgrpo.rewards import Reward
+from lgrpo.rewards import BatchReward, Reward, Scoring
 from lgrpo.tasks import SortDigits
 from lgrpo.types import RECORDED, StepTotals
 from tests.helpers import LowDigits, a_batch, fit, largest_difference, tiny_policy
@@ -147,6 +147,27 @@ def test_a_group_with_recorded_and_sampled_completions(recorded):
                 alone.tokens[row][alone.attention_mask[row]].tolist()
             )
     assert all(row["rollout/recorded_fraction"] == 0.25 for row in mixed.logged)
+
+
+class WholeGroups(BatchReward):
+    def __call__(self, prompts, completions):
+        return [sum(c in "01234" for c in completion.text) / 6 for completion in completions]
+
+
+def test_recorded_siblings_with_notes_and_failures_are_seen_by_workers(recorded, tmp_path):
+    """Workers receive whole groups, because a reward may compare siblings."""
+    recording = Recording.read(recorded[1])
+    rows = range(len(recording.table))
+    table = with_column(recording.table, "score_notes", [json.dumps({"row": row}) if row % 2 else None for row in rows])
+    table = with_column(table, "failed", [row % 4 == 2 for row in rows])
+    write_recording(table, recording.metadata[0], tmp_path / "noted.parquet")
+    expected = replay(recorded[1], engine={"siblings": 2})
+    data = {"task": task(WholeGroups()), "scoring": Scoring(num_workers=1)}
+    run = replay(str(tmp_path / "noted.parquet"), engine={"siblings": 2}, data=data)
+    for batch, own in zip(run.recorder.rollouts, expected.recorder.rollouts, strict=True):
+        assert torch.equal(batch.rewards, own.rewards)
+        assert not batch.failed[~batch.is_recorded].any()
+    assert any(batch.notes is not None for batch in run.recorder.rollouts)
 
 
 class Scored(Reward):
