@@ -204,12 +204,11 @@ class EpisodeSampler:
         encoder = ObservationEncoder(self._generation.tokenizer, episode.prompt.chat)
         try:
             token_ids = encoder(turn.observation, episode.token_ids[-1])
+            if not token_ids:
+                raise ValueError("the observation is empty, but the episode is not over")
             self._drop_if_needed(episode, len(token_ids), encoder)
         except ValueError as error:
             self._fail(episode, EpisodeFailure("errors", str(error)))
-            return False
-        if not token_ids:
-            self._fail(episode, EpisodeFailure("errors", "the observation is empty, but the episode is not over"))
             return False
         if self._num_left(episode, len(token_ids)) <= 0:
             self._truncate(episode)
