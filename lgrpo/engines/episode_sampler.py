@@ -218,7 +218,7 @@ class EpisodeSampler:
 
     def _num_left(self, episode: Episode, num_tokens: int) -> int:
         """Return how many tokens of the context are left for another turn after an observation of so many tokens."""
-        return self._generation.sampling.max_tokens - episode.context_length - num_tokens
+        return self._generation.max_tokens_of(episode.index) - episode.context_length - num_tokens
 
     def _drop_if_needed(self, episode: Episode, num_tokens: int, encoder: ObservationEncoder) -> None:
         """Drop the earlier observations of an episode if a whole turn does not fit after one of so many tokens.
