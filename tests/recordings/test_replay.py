@@ -565,3 +565,20 @@ def test_truncated_sampling(recorded, tmp_path, truncation):
         replay(str(path))
     write_recording(with_column(table, "logprobs", [None] * len(table)), {"sampling": sampling | truncation}, path)
     replay(str(path), loss=ComposedLoss(regularisers=[BehaviourForwardKL()]))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_whole_distributions_replayed_in_a_truncated_run_are_recorded_again(recorded, tmp_path, share):
+    """Their log-probabilities stay those of whole distributions, beside sampled completions with kept tokens."""
+    data = {"sampling": Sampling(max_tokens=6, top_p=0.7)}
+    first = replay(
+        recorded[1], engine={"share": share}, data=data, callbacks=[RolloutRecorder(path=str(tmp_path / "again"))]
+    )
+    again = replay(str(tmp_path / "again"), data=data)
+    for one, other in zip(first.recorder.rollouts, again.recorder.rollouts, strict=True):
+        assert torch.equal(one.behaviour_logprobs, other.behaviour_logprobs)
+        counts = [torch.zeros(one.tokens.shape) if batch.kept is None else batch.kept_counts for batch in (one, other)]
+        assert torch.equal(*(own.int() for own in counts))
+        assert bool((counts[0][one.is_recorded] == 0).all())
+    if share == 1:
+        assert largest_difference(first.weights, again.weights) == 0
