@@ -473,6 +473,10 @@ def test_broken_recordings(recorded, tmp_path, damage, message):
             [{"prompt": "1>", "completion": "1", "token_ids": [5], "reward": 1}] * 4,
             "does not decode .* to its text '1'",
         ),
+        (
+            [{"prompt": "1>", "completion": "1", "token_ids": [5], "observed": None, "kept_counts": [2], "reward": 1}],
+            "line 1: kept_counts can be read only from a Parquet file with lgrpo's metadata",
+        ),
         ([], "holds no completion"),
     ],
 )
