@@ -204,6 +204,19 @@ def test_split_groups_and_concatenate():
     assert not late.is_active
 
 
+def test_episodes_keep_their_turns_beside_other_completions():
+    """As in a replay of both, where a group of one kind may wait for its scores and join a rollout of the other."""
+    plain, episodes = a_batch(), a_batch(seed=1)
+    episodes.turn_rewards = torch.where(episodes.completion_mask, 0.5, 0.0)
+    episodes.episode_failed = torch.arange(8) == 2
+    joined = concatenate([plain, episodes])
+    assert not joined.turn_rewards[:8].any()
+    assert not joined.episode_failed[:8].any()
+    assert torch.equal(joined.turn_rewards[8:], episodes.turn_rewards)
+    assert torch.equal(joined.episode_failed[8:], episodes.episode_failed)
+    assert concatenate([plain, plain]).turn_rewards is None
+
+
 class Timed(Reward):
     """Records when it is called."""
 
