@@ -235,8 +235,8 @@ def _write_table(table: list[dict[str, Any]], path: Path, form: Literal["jsonl",
     """Write one line or row for each problem. In Parquet the dataset row and the notes are JSON strings."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "jsonl":
-        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in table)
-        path.write_text("".join(lines), encoding="utf-8")
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in table)
+        path.write_bytes(text.encode("utf-8", errors="backslashreplace"))  # a lone surrogate as its JSON escape
     else:
         from datasets import Dataset  # slow to import
 

@@ -106,14 +106,14 @@ class TestSeveralTasks:
 
 
 class Remarks(Reward):
-    """Notes what it thinks of most answers, in different types."""
+    """Notes what it thinks of most answers, in different types, with half of an emoji."""
 
     is_inline = True
 
     def score(self, prompt, completion):
         if prompt.position == 0:
             return 0.0
-        return NotedScore(1.0, {"why": "odd"} if prompt.position % 2 else {"why": prompt.position, "parts": {}})
+        return NotedScore(1.0, {"why": "odd \ud83d"} if prompt.position % 2 else {"why": prompt.position, "parts": {}})
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -131,7 +131,7 @@ def test_notes_of_scores_are_written_whatever_they_are(tmp_path, form):
     else:
         rows = load_dataset("parquet", data_files=str(path), split="train").to_list()
         notes = [[None if own is None else json.loads(own) for own in row["notes"]] for row in rows]
-    odd, even = {"why": "odd"}, {"why": 2, "parts": {}}
+    odd, even = {"why": "odd \ud83d"}, {"why": 2, "parts": {}}
     assert notes == [[None] * 2, [odd] * 2, [even] * 2, [odd] * 2]
 
 
