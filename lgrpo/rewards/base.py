@@ -64,9 +64,14 @@ class NotedError(RuntimeError):
 
 
 def _plain(notes: Mapping[str, Any]) -> Notes:
-    """Return notes as plain containers, which checkpoints need, unless they are too long."""
+    """Return notes as plain containers, which checkpoints need, unless they are too long.
+
+    Numbers that are not finite become None: JSON has none, and other programs would not read the files.
+    """
     text = json.dumps(dict(notes), default=str)
-    plain: Notes = json.loads(text) if len(text) <= MAX_NOTES else {"dropped": f"{len(text)} characters of notes"}
+    if len(text) > MAX_NOTES:
+        return {"dropped": f"{len(text)} characters of notes"}
+    plain: Notes = json.loads(text, parse_constant=lambda name: None)
     return plain
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import pickle
 import threading
 
@@ -79,6 +80,7 @@ class TestNotes:
 
     def test_notes_of_any_reward(self):
         assert notes_of(NotedScore(1, {"why": {"a": (1, 2)}})) == {"why": {"a": [1, 2]}}
+        assert notes_of(NotedScore(1, {"odds": [math.nan, -math.inf, 2.0]})) == {"odds": [None, None, 2.0]}
         assert notes_of(NotedScore(1, {"x": "y" * MAX_NOTES}))["dropped"].endswith("characters of notes")
         assert notes_of(0.5) is notes_of(NOT_YET) is None
 
