@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,12 @@ from lgrpo.types import MIN_WIDTH, Completion, Prompt, RolloutBatch, Span
 
 UNKNOWN_VERSION = -1
 """Version in the spans of a batch's completions: a batch has only the optimizer steps."""
+_DEFAULTS: dict[str, Callable[[RolloutBatch], Tensor]] = {
+    "contexts": lambda batch: batch.attention_mask.long(),
+    "turn_rewards": lambda batch: torch.zeros_like(batch.advantages),
+    "episode_failed": lambda batch: torch.zeros_like(batch.failed),
+}
+"""Values of fields that are None in a batch if none of its completions needs them."""
 
 
 class Group(NamedTuple):
@@ -153,15 +159,16 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     width = max(batch.tokens.shape[1] for batch in batches)
     tensors: dict[str, Any] = {}
     has_spans = any(batch.behaviour_step.ndim == 2 for batch in batches)
-    has_contexts = any(batch.contexts is not None for batch in batches)
     for f in fields(batches[0]):
         parts = [getattr(batch, f.name) for batch in batches]
         if f.name == "behaviour_step" and has_spans:
             parts = [batch.token_steps for batch in batches]
         if f.name in ("kept_ids", "kept_counts"):
             continue
-        if f.name == "contexts" and has_contexts:
-            parts = [batch.attention_mask.long() if batch.contexts is None else batch.contexts for batch in batches]
+        if f.name in _DEFAULTS and any(part is not None for part in parts):
+            parts = [
+                _DEFAULTS[f.name](batch) if part is None else part for batch, part in zip(batches, parts, strict=True)
+            ]
         if any(part is None for part in parts):
             tensors[f.name] = None
         elif isinstance(parts[0], Tensor):

@@ -232,13 +232,21 @@ def _unused_path(stem: Path, form: str) -> Path:
 
 
 def _write_table(table: list[dict[str, Any]], path: Path, form: Literal["jsonl", "parquet"]) -> None:
-    """Write one line or row for each problem. In Parquet the dataset row is a JSON string."""
+    """Write one line or row for each problem. In Parquet the dataset row and the notes are JSON strings."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "jsonl":
-        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in table)
-        path.write_text("".join(lines), encoding="utf-8")
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in table)
+        path.write_bytes(text.encode("utf-8", errors="backslashreplace"))  # a lone surrogate as its JSON escape
     else:
         from datasets import Dataset  # slow to import
 
         rows = [row | {"row": json.dumps(row["row"], ensure_ascii=False, default=str)} for row in table]
+        if any("notes" in row for row in rows):
+            rows = [row | {"notes": _notes_as_text(row)} for row in rows]
         Dataset.from_list(rows).to_parquet(str(path))
+
+
+def _notes_as_text(row: Mapping[str, Any]) -> list[str | None]:
+    """Return the notes about each sample of a problem as JSON: their types may differ."""
+    notes = row.get("notes") or [None] * len(row["completions"])
+    return [None if own is None else json.dumps(own) for own in notes]

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lgrpo.data.collate import as_notes, as_reward_parts, as_rewards, concatenate
-from lgrpo.rewards import FailedScore, Score
+from lgrpo.data.collate import as_reward_parts, as_rewards, concatenate
+from lgrpo.rewards import FailedScore, Score, notes_of
 from lgrpo.types import RolloutBatch
 
 Rescore: TypeAlias = Callable[[Sequence[RolloutBatch]], Sequence[Sequence[Score]]]
@@ -111,6 +111,8 @@ def is_recent(group: RolloutBatch, oldest_step: int) -> Tensor:
 def with_scores(group: RolloutBatch, scores: Sequence[Score]) -> RolloutBatch:
     """Return the group with its unknown rewards set to the given scores."""
     unknown = group.rewards.isnan()
+    triples = zip(group.notes or [None] * len(group), scores, unknown.tolist(), strict=True)
+    notes = [notes_of(score) if is_late else known for known, score, is_late in triples]
     failed = torch.tensor([isinstance(score, FailedScore) for score in scores])
     if group.episode_failed is not None:
         failed |= group.episode_failed
@@ -119,7 +121,7 @@ def with_scores(group: RolloutBatch, scores: Sequence[Score]) -> RolloutBatch:
         rewards=torch.where(unknown, as_rewards(scores), group.rewards),
         failed=torch.where(unknown, failed, group.failed),
         reward_parts=as_reward_parts(scores),
-        notes=as_notes(scores),
+        notes=notes if any(own is not None for own in notes) else None,
     )
 
 

@@ -204,12 +204,11 @@ class EpisodeSampler:
         encoder = ObservationEncoder(self._generation.tokenizer, episode.prompt.chat)
         try:
             token_ids = encoder(turn.observation, episode.token_ids[-1])
+            if not token_ids:
+                raise ValueError("the observation is empty, but the episode is not over")
             self._drop_if_needed(episode, len(token_ids), encoder)
         except ValueError as error:
             self._fail(episode, EpisodeFailure("errors", str(error)))
-            return False
-        if not token_ids:
-            self._fail(episode, EpisodeFailure("errors", "the observation is empty, but the episode is not over"))
             return False
         if self._num_left(episode, len(token_ids)) <= 0:
             self._truncate(episode)
@@ -219,7 +218,7 @@ class EpisodeSampler:
 
     def _num_left(self, episode: Episode, num_tokens: int) -> int:
         """Return how many tokens of the context are left for another turn after an observation of so many tokens."""
-        return self._generation.sampling.max_tokens - episode.context_length - num_tokens
+        return self._generation.max_tokens_of(episode.index) - episode.context_length - num_tokens
 
     def _drop_if_needed(self, episode: Episode, num_tokens: int, encoder: ObservationEncoder) -> None:
         """Drop the earlier observations of an episode if a whole turn does not fit after one of so many tokens.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lgrpo.checks import check_count
 from lgrpo.data.collate import completions_of
 from lgrpo.functional.sync_cycle import is_selected
 from lgrpo.hooks import RolloutCallback, RolloutOwner, Stage, policy_owner, rollout_owner
+from lgrpo.kept import Kept
 from lgrpo.recordings.recording import write_recording
 from lgrpo.run.folder import run_folder
 from lgrpo.run.resume import chat_template_fingerprint, fingerprint, vocabulary_fingerprint
@@ -104,6 +106,9 @@ class RolloutRecorder(RolloutCallback):
             step = None if bool(batch.is_recorded[row]) else completion.spans[0].step
             spans = [{"tokens": n, "step": s, "version": versions.get(s)} for n, s, _ in completion.spans]
             notes = None if batch.notes is None else batch.notes[row]
+            kept = completion.kept
+            if kept is None and data.sampling.is_truncated:  # replayed, and sampled from whole distributions
+                kept = Kept(token_ids=array("i"), counts=array("i", [0]) * len(completion.token_ids))
             has_logprobs = not bool(batch.behaviour_logprobs[row][sampled].isnan().any())
             rows.append(
                 {
@@ -128,8 +133,8 @@ class RolloutRecorder(RolloutCallback):
                     "turn_rewards": completion.turn_rewards,
                     "dropped": [one._asdict() for one in completion.dropped] or None,
                     "episode_failed": None if completion.turn_rewards is None else completion.failure is not None,
-                    "kept_token_ids": None if completion.kept is None else completion.kept.token_ids.tolist(),
-                    "kept_counts": None if completion.kept is None else completion.kept.counts.tolist(),
+                    "kept_token_ids": None if kept is None else kept.token_ids.tolist(),
+                    "kept_counts": None if kept is None else kept.counts.tolist(),
                     "score_notes": None if notes is None else json.dumps(notes),
                 }
             )

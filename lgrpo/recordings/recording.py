@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lgrpo.contexts import Dropped
 from lgrpo.kept import Kept
-from lgrpo.recordings.rows import read_rows
+from lgrpo.recordings.rows import OPTIONAL, read_rows
 from lgrpo.rewards import FailedScore, NotedScore
 from lgrpo.run.atomic import replaced
 from lgrpo.run.resume import chat_template_fingerprint, vocabulary_fingerprint
@@ -66,10 +66,8 @@ SCHEMA = pa.schema(
 
 _KEY = b"lgrpo"
 _FORMAT = 1
-_OPTIONAL = ("observed", "turn_rewards", "episode_failed", "dropped", "kept_token_ids", "kept_counts")
-"""Columns that only episodes or completions of truncated sampling have."""
 _NOTES = "score_notes"
-_ADDED = ("spans", *_OPTIONAL, _NOTES)
+_ADDED = ("spans", *OPTIONAL, _NOTES)
 """Columns that older recordings do not have."""
 
 
@@ -142,7 +140,7 @@ class Recording:
     def fingerprint(self) -> str:
         """Fingerprint of the table without notes."""
         digest = hashlib.sha256()
-        unused = [name for name in _OPTIONAL if self.table[name].null_count == len(self.table)] + [_NOTES]
+        unused = [name for name in OPTIONAL if self.table[name].null_count == len(self.table)] + [_NOTES]
         for batch in self.table.drop_columns(unused).combine_chunks().to_batches():  # as before there were such columns
             digest.update(batch.serialize())
         return digest.hexdigest()[:16]

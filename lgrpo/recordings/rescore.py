@@ -44,6 +44,7 @@ def rescore(path: str, out: Path, task: Task, scoring: Scoring | None, tokenizer
     """
     recording = Recording.read(path)
     recording.check_tokenizer(tokenizer)
+    sampling = _shared_sampling(recording)
     # a reward may count tokens; in the file, texts without token ids stay as they were
     with_tokens = dataclasses.replace(recording, table=tokenised(recording, tokenizer))
     task_rows = _TaskRows(task, tokenizer)
@@ -69,7 +70,8 @@ def rescore(path: str, out: Path, task: Task, scoring: Scoring | None, tokenizer
     notes = [None if (own := notes_of(score)) is None else json.dumps(own) for score in ordered]
     table = with_column(table, "score_notes", notes)
     scored_by = f"{type(task).__module__}.{type(task).__qualname__}"
-    metadata = _shared(recording.metadata) | {"scored_by": scored_by, "reward": type(task.reward).__qualname__}
+    scored = {"scored_by": scored_by, "reward": type(task.reward).__qualname__}
+    metadata = _shared(recording.metadata) | sampling | scored
     write_recording(table, metadata, out)
     return Rescored(
         num_completions=len(rewards),
@@ -113,6 +115,18 @@ def _shared(metadata: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the metadata that all files have in common."""
     first, *others = metadata or [{}]
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+
+
+def _shared_sampling(recording: Recording) -> dict[str, Any]:
+    """Return the sampling settings that the files have in common, as metadata; raise if their temperatures differ."""
+    settings = [metadata["sampling"] for metadata in recording.metadata if "sampling" in metadata]
+    temperatures = sorted({own["temperature"] for own in settings if "temperature" in own})
+    if len(temperatures) > 1:
+        raise ValueError(
+            f"{recording.name} was sampled at the temperatures {', '.join(map(str, temperatures))}, and a scored file "
+            "can name only one, which its log-probabilities need: score its files one by one"
+        )
+    return {"sampling": _shared(settings)} if settings else {}
 
 
 def _mean(rewards: list[float | None]) -> float | None:

@@ -12,6 +12,9 @@ from lgrpo.tasks.files import read_file
 _LISTS = {"completions": "completion", "rewards": "reward", "finish_reasons": "finish_reason"}
 """Columns that hold lists over all siblings of a prompt, and their names for one completion."""
 
+OPTIONAL = ("observed", "turn_rewards", "episode_failed", "dropped", "kept_token_ids", "kept_counts")
+"""Columns of a recording that only episodes or completions of truncated sampling have."""
+
 
 def read_rows(path: str, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Read a file of another program: a row per completion, or per prompt with lists of completions and rewards.
@@ -39,6 +42,12 @@ def _completions_in(location: str, given: Mapping[str, Any], columns: Sequence[s
         raise ValueError(
             f"{location}: a recorded row needs a prompt, and a completion (or completions, a list); this one has "
             f"{sorted(given)}"
+        )
+    if given.get("token_ids") is not None and (lost := [name for name in OPTIONAL if given.get(name) is not None]):
+        raise ValueError(
+            f"{location}: {', '.join(lost)} can be read only from a Parquet file with lgrpo's metadata, and without "
+            "that the token ids and log-probabilities would mean something else. Keep the metadata (key lgrpo), or "
+            "leave these columns, token_ids and logprobs out"
         )
     shared = {name: given[name] for name in ("prompt", "position", "rollout") if name in given}
     known = {*columns, *_LISTS}

@@ -50,6 +50,10 @@ class NotedScore(float):
         score.notes = _plain(notes)
         return score
 
+    def __getnewargs__(self) -> tuple[float, Notes]:  # type: ignore[override]
+        """Return the arguments of ``__new__``, for copies: recorded scores are sent to workers."""
+        return float(self), self.notes
+
 
 class NotedError(RuntimeError):
     """Reason why a completion cannot be scored, with notes as those of a ``NotedScore``."""
@@ -60,9 +64,14 @@ class NotedError(RuntimeError):
 
 
 def _plain(notes: Mapping[str, Any]) -> Notes:
-    """Return notes as plain containers, which checkpoints need, unless they are too long."""
+    """Return notes as plain containers, which checkpoints need, unless they are too long.
+
+    Numbers that are not finite become None: JSON has none, and other programs would not read the files.
+    """
     text = json.dumps(dict(notes), default=str)
-    plain: Notes = json.loads(text) if len(text) <= MAX_NOTES else {"dropped": f"{len(text)} characters of notes"}
+    if len(text) > MAX_NOTES:
+        return {"dropped": f"{len(text)} characters of notes"}
+    plain: Notes = json.loads(text, parse_constant=lambda name: None)
     return plain
 
 
@@ -83,6 +92,10 @@ class FailedScore(float):
         score.kind, score.why, score.notes = kind, why, notes
         return score
 
+    def __getnewargs__(self) -> tuple[float, Failure, str]:  # type: ignore[override]
+        """Return the arguments of ``__new__``, for copies, which get the other attributes afterwards."""
+        return float(self), self.kind, self.why
+
 
 @final
 class SumScore(float):
@@ -96,6 +109,10 @@ class SumScore(float):
         score = super().__new__(cls, value)
         score.parts, score.notes = parts, notes
         return score
+
+    def __getnewargs__(self) -> tuple[float, Parts]:  # type: ignore[override]
+        """Return the arguments of ``__new__``, for copies, which get the other attributes afterwards."""
+        return float(self), self.parts
 
 
 def notes_of(score: Score) -> Notes | None:

@@ -21,7 +21,7 @@ from lgrpo.callbacks import ExactResume
 from lgrpo.cli import main
 from lgrpo.functional import majority_at_k, pass_at_k
 from lgrpo.metrics import PassAtK
-from lgrpo.rewards import NOT_YET, NumericMatch, Reward
+from lgrpo.rewards import NOT_YET, NotedScore, NumericMatch, Reward
 from lgrpo.tasks import Arithmetic, DatasetTask, SortDigits
 from tests.helpers import MODEL, LowDigits, build, fit, largest_difference
 from tests.processes.alive import process_stats, until_all_ended
@@ -103,6 +103,36 @@ class TestSeveralTasks:
             assert [len(row[name]) for name in ("completions", "correct", "num_tokens", "finish_reasons")] == [4] * 4
             assert row["correct"] == [reward >= 0.5 for reward in row["rewards"]]
             assert row["final_answers"] == [text.strip() or None for text in row["completions"]]
+
+
+class Remarks(Reward):
+    """Notes what it thinks of most answers, in different types, with half of an emoji."""
+
+    is_inline = True
+
+    def score(self, prompt, completion):
+        if prompt.position == 0:
+            return 0.0
+        return NotedScore(1.0, {"why": "odd \ud83d"} if prompt.position % 2 else {"why": prompt.position, "parts": {}})
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_notes_of_scores_are_written_whatever_they_are(tmp_path, form):
+    data = {
+        "evaluation": Evaluation(num_samples=2, num_problems=4, results=form),
+        "task": SortDigits(num_digits=2, num_held_out=20, reward=Remarks()),
+    }
+    trainer = {"limit_val_batches": 1.0, "default_root_dir": str(tmp_path)}
+    run = build(data=data, policy=CausalPolicy(config=MODEL, characters="0123456789>+"), trainer=trainer)
+    run.trainer.test(run.module, datamodule=run.data, verbose=False)
+    (path,) = (tmp_path / "evaluations").iterdir()
+    if form == "jsonl":
+        notes = [json.loads(line).get("notes") or [None] * 2 for line in path.read_text().splitlines()]
+    else:
+        rows = load_dataset("parquet", data_files=str(path), split="train").to_list()
+        notes = [[None if own is None else json.loads(own) for own in row["notes"]] for row in rows]
+    odd, even = {"why": "odd \ud83d"}, {"why": 2, "parts": {}}
+    assert notes == [[None] * 2, [odd] * 2, [even] * 2, [odd] * 2]
 
 
 class TestMajority:

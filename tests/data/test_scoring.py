@@ -16,7 +16,7 @@ from lgrpo.callbacks import ExactResume, RolloutLog
 from lgrpo.data.collate import completions_of, concatenate
 from lgrpo.data.late import LateGroups, padded_to, split_groups
 from lgrpo.data.scorer import Scorer
-from lgrpo.rewards import NOT_YET, Isolated, MathVerify, Reward, Scoring, WeightedSum
+from lgrpo.rewards import NOT_YET, Isolated, MathVerify, NotedScore, Reward, Scoring, WeightedSum
 from lgrpo.tasks import SortDigits
 from tests.helpers import LowDigits, a_batch, fit, largest_difference, tiny_policy
 from tests.rewards.hostile import Fussy, LateThenFails
@@ -57,6 +57,21 @@ class LateByRollout(Reward):
             path.touch()
             return NOT_YET
         return LowDigits().score(prompt, completion)
+
+
+class Counted(Reward):
+    """Returns the number of times it was asked about a completion, and notes it; the first siblings come late."""
+
+    is_inline = True
+
+    def __init__(self):
+        self.asked = {}
+
+    def score(self, prompt, completion):
+        key = prompt.position, tuple(completion.token_ids)
+        self.asked[key] = self.asked.get(key, 0) + 1
+        is_late = completion.token_ids[0] % 2 == 0 and self.asked[key] == 1
+        return NOT_YET if is_late else NotedScore(self.asked[key] / 4, {"score": self.asked[key] / 4})
 
 
 class TestLateScores:
@@ -141,6 +156,15 @@ class TestLateScores:
         assert not joined.loss_mask[late].any()
         assert run.logged[1]["reward/failures"] >= 4
 
+    def test_notes_belong_to_the_score_that_counts(self):
+        """A score that was known stays when its late siblings are scored, and so do its notes."""
+        run = fit(rollouts=4, data={"task": sort_digits(Counted())})
+        joined = [batch for batch in run.recorder.rollouts if batch.metrics.get("rollout/late_joined")]
+        assert joined
+        for batch in run.recorder.rollouts:
+            for row in batch.is_known.nonzero().flatten().tolist():
+                assert batch.notes[row]["score"] == pytest.approx(float(batch.rewards[row]))
+
     def test_late_groups_cannot_use_logprobs_of_the_policy(self):
         data = {"task": sort_digits(Late()), "behaviour_logprobs": "policy"}
         with pytest.raises(ValueError, match=r"the policy has changed since it was sampled\. Use 'engine'"):
@@ -178,6 +202,19 @@ def test_split_groups_and_concatenate():
     same, late = LateGroups().join(batch, rescore=None, oldest_step=0, rescore_own=False)
     assert same is batch
     assert not late.is_active
+
+
+def test_episodes_keep_their_turns_beside_other_completions():
+    """As in a replay of both, where a group of one kind may wait for its scores and join a rollout of the other."""
+    plain, episodes = a_batch(), a_batch(seed=1)
+    episodes.turn_rewards = torch.where(episodes.completion_mask, 0.5, 0.0)
+    episodes.episode_failed = torch.arange(8) == 2
+    joined = concatenate([plain, episodes])
+    assert not joined.turn_rewards[:8].any()
+    assert not joined.episode_failed[:8].any()
+    assert torch.equal(joined.turn_rewards[8:], episodes.turn_rewards)
+    assert torch.equal(joined.episode_failed[8:], episodes.episode_failed)
+    assert concatenate([plain, plain]).turn_rewards is None
 
 
 class Timed(Reward):

@@ -139,6 +139,26 @@ def test_nothing_is_dropped_in_vain(policy, engine, tmp_path):
     assert any(one.dropped for _, one in episodes(engine, policy, tmp_path, dropped_text=""))
 
 
+class Silent(Talkative):
+    """Says nothing after its third turn, which is a failure, just when observations have to be dropped."""
+
+    def step(self, text):
+        turn = super().step(text)
+        return turn._replace(observation="") if self.turn == 3 else turn
+
+
+def test_an_episode_that_fails_drops_nothing_at_its_end(tmp_path):
+    """No turn reads the context without them, and the batch gives the episode back."""
+    data = data_of(tmp_path / "diaries", sampling=replace(LARGE, max_tokens=16))
+    data["engine"].environment = Silent(tmp_path / "diaries")
+    log = RolloutLog(every=1, num_groups=4)
+    run = fit(v=1, rollouts=1, data=data, callbacks=[log], trainer={"default_root_dir": str(tmp_path)})
+    found = completions_of(run.recorder.rollouts[0], run.data.tokenizer, LARGE)
+    failed = [one for one in found if one.failure is not None]
+    assert failed
+    assert all(part.turn < len(one.turns) for one in found for part in one.dropped)
+
+
 def test_the_roles_of_messages_are_kept():
     assert replaced("4", "...") == "..."
     results = [{"role": "tool", "name": "add", "tool_call_id": "a1", "content": "4"}, {"role": "user", "content": "Go"}]

@@ -251,12 +251,28 @@ def test_a_recorded_run_is_repeated_exactly(tmp_path):
 def test_the_fingerprint_of_an_old_recording_is_the_same(tmp_path):
     fit(v=1, rollouts=1, callbacks=[RolloutRecorder(path=str(tmp_path))])
     recording = Recording.read(str(tmp_path))
-    later = ["observed", "turn_rewards", "episode_failed", "dropped", "kept_token_ids", "kept_counts"]
+    later = ["observed", "turn_rewards", "episode_failed", "dropped", "kept_token_ids", "kept_counts", "score_notes"]
     old = recording.table.drop_columns(later).combine_chunks()
     digest = hashlib.sha256()
     for batch in old.to_batches():
         digest.update(batch.serialize())
     assert recording.fingerprint == digest.hexdigest()[:16]
+
+
+def test_the_limit_of_a_prompt_is_that_of_its_episodes():
+    """As ``sampling.max_tokens`` is for all: it counts observations too."""
+    policy = tiny_policy()
+    policy.build()
+    engine = EnvironmentEngine(Echo(9), limits=None)
+    engine.load_weights(policy.weights(), step=0)
+    prompts = [
+        Prompt(token_ids=[3, 5, 11], text="24>", row={}, position=position, max_tokens=limit)
+        for position, limit in enumerate([None, 9, 2])
+    ]
+    groups = engine.generate(prompts, 4, Sampling(max_tokens=20, stop=STOP), 0, policy.tokenizer)
+    assert [max(len(one.token_ids) for one in group) for group in groups] == [20, 9, 2]
+    assert len(groups[1][0].turns) > 1
+    assert {one.finish_reason for group in groups for one in group} == {"length"}
 
 
 def test_a_failure_costs_its_own_episode():

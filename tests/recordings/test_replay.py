@@ -32,7 +32,7 @@ from lgrpo.losses import (
 from lgrpo.recordings import RecordedPrompts, Recording
 from lgrpo.recordings.recording import with_column, write_recording
 from lgrpo.report import read_series
-from lgrpo.rewards import Reward
+from lgrpo.rewards import BatchReward, Reward, Scoring
 from lgrpo.tasks import SortDigits
 from lgrpo.types import RECORDED, StepTotals
 from tests.helpers import LowDigits, a_batch, fit, largest_difference, tiny_policy
@@ -147,6 +147,27 @@ def test_a_group_with_recorded_and_sampled_completions(recorded):
                 alone.tokens[row][alone.attention_mask[row]].tolist()
             )
     assert all(row["rollout/recorded_fraction"] == 0.25 for row in mixed.logged)
+
+
+class WholeGroups(BatchReward):
+    def __call__(self, prompts, completions):
+        return [sum(c in "01234" for c in completion.text) / 6 for completion in completions]
+
+
+def test_recorded_siblings_with_notes_and_failures_are_seen_by_workers(recorded, tmp_path):
+    """Workers receive whole groups, because a reward may compare siblings."""
+    recording = Recording.read(recorded[1])
+    rows = range(len(recording.table))
+    table = with_column(recording.table, "score_notes", [json.dumps({"row": row}) if row % 2 else None for row in rows])
+    table = with_column(table, "failed", [row % 4 == 2 for row in rows])
+    write_recording(table, recording.metadata[0], tmp_path / "noted.parquet")
+    expected = replay(recorded[1], engine={"siblings": 2})
+    data = {"task": task(WholeGroups()), "scoring": Scoring(num_workers=1)}
+    run = replay(str(tmp_path / "noted.parquet"), engine={"siblings": 2}, data=data)
+    for batch, own in zip(run.recorder.rollouts, expected.recorder.rollouts, strict=True):
+        assert torch.equal(batch.rewards, own.rewards)
+        assert not batch.failed[~batch.is_recorded].any()
+    assert any(batch.notes is not None for batch in run.recorder.rollouts)
 
 
 class Scored(Reward):
@@ -452,6 +473,10 @@ def test_broken_recordings(recorded, tmp_path, damage, message):
             [{"prompt": "1>", "completion": "1", "token_ids": [5], "reward": 1}] * 4,
             "does not decode .* to its text '1'",
         ),
+        (
+            [{"prompt": "1>", "completion": "1", "token_ids": [5], "observed": None, "kept_counts": [2], "reward": 1}],
+            "line 1: kept_counts can be read only from a Parquet file with lgrpo's metadata",
+        ),
         ([], "holds no completion"),
     ],
 )
@@ -544,3 +569,20 @@ def test_truncated_sampling(recorded, tmp_path, truncation):
         replay(str(path))
     write_recording(with_column(table, "logprobs", [None] * len(table)), {"sampling": sampling | truncation}, path)
     replay(str(path), loss=ComposedLoss(regularisers=[BehaviourForwardKL()]))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_whole_distributions_replayed_in_a_truncated_run_are_recorded_again(recorded, tmp_path, share):
+    """Their log-probabilities stay those of whole distributions, beside sampled completions with kept tokens."""
+    data = {"sampling": Sampling(max_tokens=6, top_p=0.7)}
+    first = replay(
+        recorded[1], engine={"share": share}, data=data, callbacks=[RolloutRecorder(path=str(tmp_path / "again"))]
+    )
+    again = replay(str(tmp_path / "again"), data=data)
+    for one, other in zip(first.recorder.rollouts, again.recorder.rollouts, strict=True):
+        assert torch.equal(one.behaviour_logprobs, other.behaviour_logprobs)
+        counts = [torch.zeros(one.tokens.shape) if batch.kept is None else batch.kept_counts for batch in (one, other)]
+        assert torch.equal(*(own.int() for own in counts))
+        assert bool((counts[0][one.is_recorded] == 0).all())
+    if share == 1:
+        assert largest_difference(first.weights, again.weights) == 0

@@ -12,6 +12,7 @@ from lgrpo import ReplayEngine, RolloutRecorder
 from lgrpo.cli import main
 from lgrpo.losses import ComposedLoss
 from lgrpo.recordings import RecordedPrompts, Recording, rescore
+from lgrpo.recordings.recording import write_recording
 from lgrpo.rewards import NOT_YET, EnvironmentReward, ExactMatch, Reward, Scoring, WeightedSum
 from lgrpo.tasks import SortDigits
 from tests.engines.test_environment import Failing, data_of
@@ -50,6 +51,22 @@ def test_a_recording_scored_by_another_reward(recorded, tmp_path, capsys):
     assert after.metadata[0]["scored_by"] == "lgrpo.tasks.generated.SortDigits"
     with pytest.raises(SystemExit, match="exists already, and nothing is overwritten"):
         main(["score", str(recorded), f"--config={TINY}", f"--out={out}"])
+
+
+def test_files_of_different_sampling(recorded, tmp_path):
+    """Common settings stay. The temperature must be one of them, because log-probabilities are of one."""
+    task, tokenizer = SortDigits(num_digits=3, num_held_out=128, reward=LowDigits()), tiny_policy().tokenizer
+    recording = Recording.read(str(recorded))
+    metadata, out = recording.metadata[0], tmp_path / "scored.parquet"
+    common = {name: value for name, value in metadata["sampling"].items() if name != "max_tokens"}
+    for name, sampling in {"a": metadata["sampling"], "b": common | {"max_tokens": 99}}.items():
+        write_recording(recording.table, metadata | {"sampling": sampling}, tmp_path / "files" / f"{name}.parquet")
+    rescore(str(tmp_path / "files"), out, task, None, tokenizer)
+    assert Recording.read(str(out)).metadata[0]["sampling"] == common
+    hotter = metadata | {"sampling": common | {"temperature": 2.0}}
+    write_recording(recording.table, hotter, tmp_path / "files" / "c.parquet")
+    with pytest.raises(ValueError, match=r"sampled at the temperatures 1\.0, 2\.0, .*: score its files one by one"):
+        rescore(str(tmp_path / "files"), out, task, None, tokenizer)
 
 
 def test_the_same_reward_gives_the_same_scores(recorded, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import math
 import pickle
 import threading
 
@@ -20,6 +22,7 @@ from lgrpo.rewards import (
     Question,
     Scoring,
     Shortest,
+    SumScore,
     TagFormat,
     WeightedSum,
     notes_of,
@@ -77,8 +80,17 @@ class TestNotes:
 
     def test_notes_of_any_reward(self):
         assert notes_of(NotedScore(1, {"why": {"a": (1, 2)}})) == {"why": {"a": [1, 2]}}
+        assert notes_of(NotedScore(1, {"odds": [math.nan, -math.inf, 2.0]})) == {"odds": [None, None, 2.0]}
         assert notes_of(NotedScore(1, {"x": "y" * MAX_NOTES}))["dropped"].endswith("characters of notes")
         assert notes_of(0.5) is notes_of(NOT_YET) is None
+
+    def test_copies_of_scores(self):
+        """Recorded completions, whose rewards they are, are sent to workers."""
+        failed = FailedScore(-1, "timeouts", "too slow", {"a": 1})
+        failed.parts, failed.is_reported = ((-1.0, 2.0),), True
+        for one in (NotedScore(0.5, {"a": 1}), failed, SumScore(3, ((1.0, 3.0),), {"b": {"c": 2}})):
+            for other in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
+                assert (type(other), float(other), vars(other)) == (type(one), float(one), vars(one))
 
 
 class TestMetrics:
