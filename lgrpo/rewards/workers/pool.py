@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -59,19 +60,22 @@ class Worker:
     fork_server: subprocess.Popen
     """Process it was forked from."""
     jobs: dict[int, Job] = field(default_factory=dict)
-    outbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    outbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
         threading.Thread(target=self._send_messages, name="reward-outbox", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Send a job without waiting: a worker that hangs does not read, and must not block its sender."""
-        self.outbox.put(message)
+        """Send a job without waiting: a worker that hangs does not read, and must not block its sender.
+
+        Raises what pickle raises for a message that cannot be sent.
+        """
+        self.outbox.put(pickle.dumps(message))
 
     def _send_messages(self) -> None:
         with contextlib.suppress(OSError, TypeError, ValueError):  # the pipe is closed when the worker is killed
             while (message := self.outbox.get()) is not None:
-                self.pipe.send(message)
+                self.pipe.send_bytes(message)
 
     def is_orphan(self) -> bool:
         """Return whether the fork server has ended, which ends its workers slightly before it can be waited for."""
@@ -170,8 +174,13 @@ class WorkerPool:
             self._num_jobs += 1
             grace = _CONCURRENT_GRACE if self.capacity > 1 else 0.0
             job.deadline = time.monotonic() + self.scoring.timeout + grace
-            worker.jobs[self._num_jobs] = job
-            worker.send((self._num_jobs, job.prompts, job.completions))
+            try:
+                worker.send((self._num_jobs, job.prompts, job.completions))
+            except Exception as error:
+                reason = f"a row cannot be sent to the process of a reward: {type(error).__name__}: {error}"
+                job.future.set_exception(ScoringError("errors", reason))
+            else:
+                worker.jobs[self._num_jobs] = job
 
     def _wait(self) -> None:
         """Wait for the next answer, the next deadline or the next job."""

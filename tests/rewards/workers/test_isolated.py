@@ -375,6 +375,13 @@ def test_reward_that_cannot_be_pickled_is_named():
     reward.close()
 
 
+def test_a_row_that_cannot_be_pickled_is_an_error(isolated):
+    (failed,) = score(isolated, "a", answer=(number for number in "12"))
+    assert (failed, failed.kind) == (-1.0, "errors")
+    assert "a row cannot be sent to the process of a reward: TypeError: cannot pickle 'generator'" in failed.why
+    assert score(isolated, "a") == [1.0]
+
+
 @pytest.mark.slow("waits for processes to end")
 class TestEscapedProcesses:
     """A reward may fork and call ``setsid``: no signal to the worker's process group reaches such processes."""
