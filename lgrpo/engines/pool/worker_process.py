@@ -108,12 +108,12 @@ class WorkerProcess:
             try:
                 self._urgent.send((name, arguments))
                 while not self._urgent.poll():
-                    unread = [self.connection] if self._is_cancelled else []
-                    ready = wait([self._urgent, *unread], max(0.0, deadline - time.monotonic()))
-                    if not ready:
+                    if time.monotonic() > deadline:
                         self.kill()  # a late answer would be taken for that of the next request
                         raise EngineFailure(f"a process of the pool did not answer for {timeout:g} s")
-                    if self.connection in ready:  # if nobody reads it, the worker cannot send, and serves nothing
+                    # if nobody reads the other pipe, the worker may wait to send, and serves nothing
+                    unread = [self.connection] if self._is_cancelled else []
+                    if self.connection in wait([self._urgent, *unread], 1):  # another thread may cancel meanwhile
                         self._discard(timeout)
                 kind, content = self._urgent.recv()
             except (EOFError, OSError) as error:

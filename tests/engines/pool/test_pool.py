@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,10 +135,12 @@ def test_interrupted_generation(policy, pool, alone, monkeypatch):
     assert all(worker.is_alive for worker in pool._workers.running)
 
 
-def test_interrupt_when_the_pipe_is_full(policy, pool, alone, monkeypatch):
+@pytest.mark.parametrize("is_earlier", [False, True], ids=["before the request", "during the request"])
+def test_interrupt_when_the_pipe_is_full(policy, pool, alone, monkeypatch, is_earlier):
     """The worker waits for the trainer to read, and cannot serve the request of a checkpoint meanwhile."""
     monkeypatch.setattr(pool, "timeouts", replace(pool.timeouts, generate=60))
-    pipes = [worker.connection.fileno() for worker in pool._workers.running]
+    workers = list(pool._workers.running)
+    pipes = [worker.connection.fileno() for worker in workers]
 
     def unread():
         return [int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder) for pipe in pipes]
@@ -146,15 +149,20 @@ def test_interrupt_when_the_pipe_is_full(policy, pool, alone, monkeypatch):
         before = [-1]
         while before != (before := unread()):
             time.sleep(1)
+        assert min(before) > 50_000
+        if is_earlier:
+            requests.append(thread.submit(pool.held_weights))
+            time.sleep(0.5)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        pool.generate(prompts(policy, *TEXTS) * 3000, 4, SAMPLING, 7, policy.tokenizer, interrupt)
-    assert min(unread()) > 50_000
-    held = pool.held_weights()
+    requests = []
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(KeyboardInterrupt):
+            pool.generate(prompts(policy, *TEXTS) * 3000, 4, SAMPLING, 7, policy.tokenizer, interrupt)
+        held = requests[0].result() if is_earlier else pool.held_weights()
     assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
     assert as_ids(ask(pool, policy)) == as_ids(ask(alone, policy)), "the rest is discarded"
-    assert all(worker.is_alive for worker in pool._workers.running)
+    assert pool._workers.running == workers, "none was killed because it did not answer"
 
 
 def test_interrupt_before_a_worker_starts_generating(policy, pool, alone, monkeypatch):
