@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -182,13 +181,7 @@ def attempt(job: Job, cache: Path, shared: dict[str, Any]) -> dict[str, Any]:
 @cache
 def origin() -> dict[str, Any]:
     """Return the commit, marked if the code has changes, and the versions of packages."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        code = ["lgrpo", "configs", *map(str, Path(__file__).parent.glob("league*"))]
-        changes = subprocess.run([*git, "status", "--porcelain", *code], capture_output=True, text=True, check=True)
-        name = commit.stdout.strip() + ("-dirty" if changes.stdout else "")
-    except (OSError, subprocess.CalledProcessError):
-        name = "unknown"
+    from tests.benchmarks.step import commit
+
     versions = {package: importlib.metadata.version(package) for package in ("torch", "lightning", "transformers")}
-    return {"commit": name, "versions": versions}
+    return {"commit": commit(), "versions": versions}

@@ -96,12 +96,23 @@ def origin(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of this repository, marked if there are changes; "unknown" in a copy without git."""
-    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """Return the commit of this repository; "unknown" in a copy without git.
+
+    It is marked if files have changed, except results and pages, which benchmarks write.
+    """
+    git = ["git", "-C", str(RESULTS)]
+    written = [":(top,exclude)tests/benchmarks/results", ":(top,exclude)tutorials/pages"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        name, changed = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (
+                ["rev-parse", "--short=12", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no", "--", ":/", *written],
+            )
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{name}-dirty" if changed else name
 
 
 def machine_name(device: str) -> str:

@@ -23,7 +23,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from lgrpo.policy import character_tokenizer
-from tests.benchmarks import answers, check, demo, page, streaming, studies, trl_search
+from tests.benchmarks import answers, check, demo, page, step, streaming, studies, trl_search
 from tests.benchmarks.isolated import IsolatedPart
 from tests.benchmarks.stages import Stages, used_memory
 from tests.benchmarks.step import PEER, arguments, parse, read_rows, table
@@ -80,9 +80,9 @@ def test_a_failure_keeps_the_results_of_earlier_phases(tmp_path):
     stages, model = Stages(work.phase_of, "wall"), torch.nn.Linear(2, 2)
 
     def train():
-        for step in (1, 2, 3):
+        for number in (1, 2, 3):
             stages.inside("overhead", time.sleep, 0.01)
-            stages.end_step(step)
+            stages.end_step(number)
         assert "step_seconds" in json.loads((tmp_path / "results.json").read_text())[0]
         raise RuntimeError("no memory")
 
@@ -420,6 +420,23 @@ def test_a_shown_command_replaces_earlier_ones():
     assert [row["shown"] for row in rows] == [False, True, True], "the second has other prompts"
     with pytest.raises(SystemExit, match="no rows of the commands"):
         page.mark(rows, ["tomorrow"])
+
+
+def test_results_do_not_change_the_commit_of_rows(tmp_path, monkeypatch):
+    results = tmp_path / "tests" / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(step, "RESULTS", results)
+    assert step.commit() == "unknown"
+    for path in (tmp_path / "code.py", results / "rows.jsonl"):
+        path.write_text("1")
+    as_one = ["-c", "user.name=a", "-c", "user.email=b"]
+    for command in (["init"], ["add", "."], [*as_one, "commit", "--message", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
+    name = step.commit()
+    (results / "rows.jsonl").write_text("2")
+    assert (len(name), step.commit()) == (12, name)
+    (tmp_path / "code.py").write_text("2")
+    assert step.commit() == f"{name}-dirty"
 
 
 def test_overlap_is_compared_within_a_command():
