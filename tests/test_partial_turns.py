@@ -24,7 +24,7 @@ from lgrpo.recordings import ReplayEngine, RolloutRecorder
 from lgrpo.rewards import EnvironmentReward
 from lgrpo.tasks import SortDigits
 from tests.engines.episodes import DROPPING, texts_of
-from tests.environments.diaries import Talkative, Thoughtful, Uneven, diaries, told
+from tests.environments.diaries import Thoughtful, Uneven, UnevenlyTalkative, diaries, told
 from tests.helpers import build, fit, largest_difference
 from tests.processes.alive import until_all_ended
 from tests.test_in_flight import ROLLOUTS, in_flight
@@ -38,7 +38,7 @@ PROCESSES = EpisodeLimits(num_workers=2)
 def data_of(folder, limits=None, engine=None, partial=None, environment=Uneven, **data):
     """Return the settings of partial rollouts of episodes that write diaries, and may drop observations."""
     folder.mkdir(exist_ok=True)
-    settings = DROPPING if environment is Talkative else {"max_tokens_per_turn": 4}
+    settings = DROPPING if environment is UnevenlyTalkative else {"max_tokens_per_turn": 4}
     engine = EnvironmentEngine(environment(folder), engine, limits=limits, **settings)
     task = SortDigits(num_digits=2, num_held_out=20, reward=EnvironmentReward())
     partial = PartialRollouts(extra_prompts=4, max_spans=8) if partial is None else partial
@@ -87,8 +87,8 @@ def test_same_episodes_as_whole_rollouts_if_the_weights_stay(tmp_path):
         ({"v": 2, "i": 2}, {}),
         ({"v": 2}, {"lead": 1, "overlap": True}),
         ({"v": 3}, {"generate_ahead": True, "overlap": True, "max_lag": 3}),
-        ({"v": 2, "i": 2}, {"environment": Talkative}),
-        ({"v": 1}, {"environment": Talkative, "limits": PROCESSES}),
+        ({"v": 2, "i": 2}, {"environment": UnevenlyTalkative}),
+        ({"v": 1}, {"environment": UnevenlyTalkative, "limits": PROCESSES}),
     ],
 )
 def test_each_token_has_the_probability_under_the_weights_of_its_step(tmp_path, settings, more):
@@ -190,7 +190,7 @@ def test_resumed_from_every_step(tmp_path):
         assert all(len(c["token_ids"]) == 0 for c in stored if c["finish_reason"] is None)
 
 
-@pytest.mark.parametrize("environment", [Uneven, Talkative])
+@pytest.mark.parametrize("environment", [Uneven, UnevenlyTalkative])
 def test_a_resumed_run_has_the_right_probabilities(tmp_path, environment):
     """Episodes that were finished before the checkpoint keep their weights; those that start again have new ones."""
     more = {"environment": environment}
@@ -201,7 +201,7 @@ def test_a_resumed_run_has_the_right_probabilities(tmp_path, environment):
     data, path = data_of(tmp_path / "again", **more), str(tmp_path / "3.ckpt")
     state = torch.load(path, weights_only=True)["RolloutDataModule"]["ranks"][0]["schedule"]["sampler"]
     stored = [completion for group in state["groups"].values() for completion in group if completion["dropped"]]
-    assert bool(stored) == (environment is Talkative), "a finished episode has dropped observations"
+    assert bool(stored) == (environment is UnevenlyTalkative), "a finished episode has dropped observations"
     run = fit(**settings, data=data, callbacks=callbacks, ckpt_path=path)
     kept.at |= earlier
     check_probabilities(run, kept)
@@ -395,7 +395,7 @@ class SyncsInATurn(RolloutCallback):
             inner.is_waiting.clear()
 
 
-@pytest.mark.parametrize("environment", [Uneven, Talkative])
+@pytest.mark.parametrize("environment", [Uneven, UnevenlyTalkative])
 @pytest.mark.parametrize("in_first_turn", [False, True])
 @pytest.mark.parametrize(("v", "lead"), [(1, 1), (2, 2)])
 def test_syncs_in_flight(tmp_path, v, lead, in_first_turn, environment):
@@ -405,7 +405,7 @@ def test_syncs_in_flight(tmp_path, v, lead, in_first_turn, environment):
     run = in_flight(v, lead, data=data, callbacks=[SyncsInATurn(), kept], learning_rate=0.5)
     assert [batch.rollout for batch in run.recorder.rollouts] == list(range(ROLLOUTS))
     assert any(len(spans) > 1 for spans in spans_of(run)), "no episode was continued"
-    assert any(batch.contexts is not None for batch in run.recorder.rollouts) == (environment is Talkative)
+    assert any(batch.contexts is not None for batch in run.recorder.rollouts) == (environment is UnevenlyTalkative)
     check_probabilities(run, kept)
     check_diaries(run, folder)
     assert len(diaries(folder)) == ROLLOUTS * 16, "no episode began twice"

@@ -57,6 +57,14 @@ class Talkative(Diary):
         return Turn(f"{self.turn}{text[:1]}2345>", reward, done=self.turn == 8)
 
 
+class UnevenlyTalkative(Talkative):
+    """May end after the fourth turn, so that groups do not end together, however fast the process is."""
+
+    def step(self, text):
+        turn = super().step(text)
+        return turn._replace(done=turn.done or (self.turn >= 4 and text[:1] in tuple("01234")))
+
+
 class Uneven(Diary):
     """Ends when a text begins with a low digit, so that episodes have very different numbers of turns."""
 
