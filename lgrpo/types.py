@@ -309,11 +309,16 @@ class RolloutBatch:
             chosen["notes"] = [self.notes[row] for row in rows.tolist()]
         return replace(self, **chosen)
 
-    def split(self, num_micro_batches: int) -> list[RolloutBatch]:
+    def split(self, num_micro_batches: int, share_prompts: bool = False) -> list[RolloutBatch]:
         """Split the rollout into exactly ``num_micro_batches`` pieces of about the same number of tokens to read.
 
         Rows without a token in the loss have no gradient and are left out, as long as every piece keeps one row. Each
         piece divides by ``totals``, so the assignment of rows to pieces does not change the gradient.
+
+        Args:
+            num_micro_batches: Number of pieces.
+            share_prompts: Whether a prompt is read once in each piece (``policy.share_prompts``), not once in each row.
+                Groups then stay together.
 
         Raises:
             ValueError: If there are fewer rows than pieces.
@@ -328,6 +333,8 @@ class RolloutBatch:
         live, num_read = self.loss_mask.any(1), self.num_read
         order = torch.argsort(torch.where(live, num_read, -1), descending=True, stable=True).tolist()
         order = order[: max(int(live.sum()), num_micro_batches)]
+        if share_prompts:
+            return self._split_groups(torch.tensor(sorted(order)), num_micro_batches)
         lengths = num_read.tolist()
         bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
         loads = [(False, 0, number) for number in range(num_micro_batches)]  # empty pieces first, then the lightest
@@ -336,6 +343,16 @@ class RolloutBatch:
             bins[lightest].append(row)
             heappush(loads, (True, load + lengths[row], lightest))
         return [self.select(torch.tensor(sorted(rows))) for rows in bins]
+
+    def _split_groups(self, rows: Tensor, num_micro_batches: int) -> list[RolloutBatch]:
+        """Split these rows into pieces of consecutive ones, in which each prompt is read once."""
+        from lgrpo.functional import grouped_parts
+
+        masks = self.context_masks()[rows]
+        prompts = self.completion_mask[rows].int().argmax(1)  # number of tokens before the first sampled one
+        own = masks.sum((1, 2)) - masks.any(2).sum(1) * prompts
+        parts = grouped_parts(own.tolist(), self.positions[rows].tolist(), prompts.tolist(), num_micro_batches)
+        return [self.select(rows[part]) for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and tensors only, so that a checkpoint loads with ``weights_only=True``."""

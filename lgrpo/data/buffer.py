@@ -14,7 +14,7 @@ import lightning as L
 from lgrpo.data.late import LateGroups
 from lgrpo.data.prepare import RolloutPreparation
 from lgrpo.data.schedule import RolloutSchedule
-from lgrpo.hooks import call_stage
+from lgrpo.hooks import call_stage, policy_owner
 from lgrpo.types import EvaluationBatch, RolloutBatch
 
 
@@ -71,7 +71,9 @@ class RolloutBuffer:
 
     def _hold(self, batch: RolloutBatch, late: LateGroups) -> None:
         self.rollout, self._late = batch, late
-        self.micro_batches = batch.split(self._trainer.accumulate_grad_batches)
+        self.micro_batches = batch.split(
+            self._trainer.accumulate_grad_batches, policy_owner(self._trainer).policy.share_prompts
+        )
 
     def rollout_state(self) -> dict[str, Any]:
         """Return this rank's current rollout, late groups and curriculum, for the data module's checkpoint."""

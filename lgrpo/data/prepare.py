@@ -241,7 +241,7 @@ def recompute_logprobs(batch: RolloutBatch, ready: Sequence[RolloutBatch], train
     for rollout in {other.rollout: other for other in (*ready, batch)}.values():
         if rollout.logprobs_from == "policy" or int(rollout.first_step.min()) != step:
             continue  # computed before, or sampled from weights that the policy no longer has
-        for piece in rollout.split(trainer.accumulate_grad_batches):
+        for piece in rollout.split(trainer.accumulate_grad_batches, policy_owner(trainer).policy.share_prompts):
             width = piece.tokens.shape[1]
             rollout.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
         rollout.logprobs_from = "policy"

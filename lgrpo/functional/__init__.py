@@ -35,7 +35,8 @@ from lgrpo.functional.off_policy import (
     pinsker,
     total_variation,
 )
-from lgrpo.functional.packed_attention import packed_attention
+from lgrpo.functional.packed_attention import Keys, packed_attention
+from lgrpo.functional.partition import grouped_parts
 from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
@@ -79,6 +80,7 @@ __all__ = [
     "Divergence",
     "KLEstimator",
     "KeptSets",
+    "Keys",
     "RatioDenominator",
     "TeacherDivergence",
     "TopLogprobs",
@@ -103,6 +105,7 @@ __all__ = [
     "gamma_weight",
     "group_std",
     "grouped",
+    "grouped_parts",
     "harmful",
     "has_reward_variance",
     "improvement_bound",

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lgrpo.functional import packed_attention
+from lgrpo.functional import Keys, packed_attention
 
 PACKED = "lgrpo_packed"
 """Name of this attention implementation in transformers."""
@@ -32,8 +32,11 @@ def _packed(
         raise UnsupportedAttentionError(f"attention with {unknown} cannot be packed")
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
-    bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
-    return packed_attention(query, key, value, bounds, longest, scale, options.get("sliding_window"))[None], None
+    bounds, longest, window = options["cu_seq_lens_q"], options["max_length_q"], options.get("sliding_window")
+    keys = None
+    if options.get("key_index") is not None:  # rows share prompts
+        keys = Keys(options["key_index"], options["cu_seq_lens_k"], options["max_length_k"])
+    return packed_attention(query, key, value, bounds, longest, scale, window, keys)[None], None
 
 
 def _mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:

@@ -24,7 +24,14 @@ from lgrpo.policy import adapters, fsdp1
 from lgrpo.policy.adapters import LoRA
 from lgrpo.policy.attention import PACKED
 from lgrpo.policy.compilation import ActivationBudgetBackend, whole_layers
-from lgrpo.policy.forward import check_logits, choose_attention, is_packed, logits, predicting_states
+from lgrpo.policy.forward import (
+    can_share_prompts,
+    check_logits,
+    choose_attention,
+    is_packed,
+    logits,
+    predicting_states,
+)
 from lgrpo.policy.loading import check_folder, check_hub, find_tokenizer, load_model
 from lgrpo.run.chat_templates import read_chat_template
 from lgrpo.run.resume import (
@@ -60,6 +67,7 @@ class CausalPolicy(nn.Module):
         chat_template: str | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
         attention: str = "packed",
+        share_prompts: bool = False,
         compile: bool = False,
         activation_memory: float = 0.8,
         gradient_checkpointing: bool = False,
@@ -80,6 +88,8 @@ class CausalPolicy(nn.Module):
             dtype: Data type of the trained weights. Keep float32 and use ``trainer.precision: bf16-mixed`` for speed.
             attention: ``packed``: rows are concatenated without padding. Or an implementation of transformers: sdpa and
                 eager with padding, flash_attention_2 and _3 without.
+            share_prompts: Read a prompt once for all its completions in a micro-batch, instead of once for each. The
+                results differ by rounding. For ``attention`` packed.
             compile: Compile the layers, and on a GPU the softmax (``torch.compile``): slow to start, faster at every
                 step. For GPUs.
             activation_memory: Largest share of activations that compiled layers keep for the backward pass. The others,
@@ -102,6 +112,8 @@ class CausalPolicy(nn.Module):
             raise ValueError("policy.tokenizer and policy.characters exclude each other")
         if config is not None and tokenizer is None and characters is None:
             raise ValueError("a policy made from a config needs a tokenizer: set policy.tokenizer or policy.characters")
+        if share_prompts and attention != "packed":
+            raise ValueError(f"policy.share_prompts needs policy.attention packed, not {attention}")
         if name is not None:
             check_folder("policy.name", name)
         check_range("policy.activation_memory", activation_memory, at_least=0, at_most=1)
@@ -114,6 +126,7 @@ class CausalPolicy(nn.Module):
         self.chat_template = chat_template
         self.dtype = getattr(torch, dtype)
         self.attention = attention
+        self.share_prompts = share_prompts
         self.compile_layers = compile
         self.activation_memory = activation_memory if compile and not gradient_checkpointing else 1.0
         self.gradient_checkpointing = gradient_checkpointing
@@ -172,6 +185,12 @@ class CausalPolicy(nn.Module):
         if self.attention == "packed" and (attention := choose_attention(self.model)) != "packed":
             self.attention = attention
             warnings.warn(f"{type(self.model).__name__} cannot be packed, so rows are padded", stacklevel=2)
+        if self.share_prompts and not (self.attention == "packed" and can_share_prompts(self.model)):
+            self.share_prompts = False
+            warnings.warn(
+                f"{type(self.model).__name__} cannot share prompts, so each completion is read with its own",
+                stacklevel=2,
+            )
         if self.lora is not None:
             adapters.add_adapter(self.model, self.lora, self.model.get_output_embeddings())
         if self.compile_layers:
@@ -207,7 +226,9 @@ class CausalPolicy(nn.Module):
         then padding.
         """
         with whole_layers() if self.compile_layers else nullcontext():
-            hidden = predicting_states(self.model, tokens, completion_mask, is_packed(self.attention))
+            hidden = predicting_states(
+                self.model, tokens, completion_mask, is_packed(self.attention), self.share_prompts
+            )
         found = chunked_token_logprobs(
             hidden,
             partial(logits, self.model),

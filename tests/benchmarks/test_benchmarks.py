@@ -275,7 +275,7 @@ def test_a_system_that_is_never_started_measures_nothing():
 
 
 def test_update_benchmark(tmp_path):
-    rows, out = ["qwen3-0.6b, 16k", "1.5b, budget 0.4"], tmp_path / "update.json"
+    rows, out = ["qwen3-0.6b, 16k", "1.5b, groups", "1.5b, groups, shared prompts"], tmp_path / "update.json"
     command = [sys.executable, "-m", "tests.benchmarks.update", "--shape", "tiny", "--steps", "1", "--warm-up", "1"]
     done = subprocess.run([*command, "--out", str(out), "--rows", *rows], capture_output=True, text=True)
     result = json.loads(out.read_text())
@@ -288,6 +288,9 @@ def test_update_benchmark(tmp_path):
         assert row["mfu_with_attention"] > row["mfu"]
         assert row["packed"]
         assert row["state_gib"] == pytest.approx(16 * row["parameters"] / 2**30, rel=1e-3)
+    alone, shared = (result["rows"][name] for name in rows[1:])
+    assert shared["gradient_norm"] == pytest.approx(alone["gradient_norm"], rel=1e-5)
+    assert alone["tokens_read"] - shared["tokens_read"] == 7 * (32 - 2) * 8, "each group of 16 reads its prompt once"
 
 
 def test_sync_benchmark(tmp_path):

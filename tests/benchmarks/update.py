@@ -9,11 +9,13 @@ With N parameters, L layers, heads of total width H and sequences of T tokens, t
     6 N                  FLOP per token: products with weights, forward and backward
     6 N + 6 L H T        the same and attention: 12 L H T, of which a causal mask needs half
 
-Recomputed activations are not counted. Each row has the norm of its first gradient: rows that differ in memory settings
-only must have the same norm.
+Recomputed activations are not counted, and a shared prompt counts once. Each row has the norm of its first gradient:
+rows that differ only in memory settings or in shared prompts must have the same norm.
 
     python -m tests.benchmarks.update                                     # on a GPU, all rows
     python -m tests.benchmarks.update --rows "1.5b" "1.5b, budget 0.4"    # some rows
+    python -m tests.benchmarks.update --rows "1.5b, groups" "1.5b, groups, shared prompts"
+    python -m tests.benchmarks.update --rows "135m, group" "135m, group, shared prompt"    # on a CPU
     python -m tests.benchmarks.update --shape tiny                        # a small model and short rows, on a CPU too
 """
 
@@ -42,6 +44,9 @@ from tests.benchmarks.workload import SHAPES
 QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+SMOLLM2 |= {"num_key_value_heads": 3, "vocab_size": 49152}
+
 
 @dataclass(kw_only=True, slots=True)
 class Row:
@@ -54,6 +59,10 @@ class Row:
     length: int = 612
     prompt: int = 100
     """Number of prompt tokens of each sequence."""
+    group: int = 1
+    """Number of consecutive sequences with the same prompt."""
+    share_prompts: bool = False
+    """``policy.share_prompts``: whether a prompt is read once."""
     micro_batches: int = 7
     checkpointing: bool = False
     budget: float = 1.0
@@ -65,9 +74,19 @@ class Row:
         """Return the row with a tiny model and a sixteenth of the length."""
         return replace(self, shape=SHAPES["tiny"], length=self.length // 16, prompt=max(1, self.prompt // 16))
 
+    @property
+    def tokens_read(self) -> int:
+        """Number of tokens of a step that the model reads."""
+        num_prompts = self.sequences // (self.group if self.share_prompts else 1)
+        return self.micro_batches * (self.sequences * (self.length - self.prompt) + num_prompts * self.prompt)
+
 
 LONG = Row(model_type="qwen3", shape=QWEN3, sequences=1, length=16384, prompt=1, micro_batches=4)
 """Sizes of the trainer benchmark of prime-rl, which recomputes all activations."""
+GROUPS = Row(shape=SHAPES["1.5b"], sequences=32, length=352, prompt=128, group=16)
+"""Two groups with about the lengths of GSM8K in a micro-batch."""
+GROUP = Row(model_type="llama", shape=SMOLLM2, sequences=16, length=88, prompt=32, group=16, micro_batches=1)
+"""One short group, for a CPU."""
 ROWS: dict[str, Row] = {
     "qwen3-0.6b, 16k": LONG,
     "qwen3-0.6b, 16k, checkpointing": replace(LONG, checkpointing=True),
@@ -76,6 +95,10 @@ ROWS: dict[str, Row] = {
     "1.5b, chunks of 1024": Row(shape=SHAPES["1.5b"], chunk_size=1024),
     **{f"1.5b, budget {share}": Row(shape=SHAPES["1.5b"], budget=share) for share in (0.8, 0.6, 0.4)},
     "0.5b": Row(shape=SHAPES["0.5b"]),
+    "135m, group": GROUP,
+    "135m, group, shared prompt": replace(GROUP, share_prompts=True),
+    "1.5b, groups": GROUPS,
+    "1.5b, groups, shared prompts": replace(GROUPS, share_prompts=True),
 }
 
 
@@ -86,8 +109,10 @@ def random_batch(row: Row, device: str) -> RolloutBatch:
     signs = torch.randint(0, 2, (row.sequences, 1), device=device).float() * 2 - 1
     sampled, none = float(row.micro_batches * mask.sum()), torch.zeros(row.sequences, dtype=torch.int64, device=device)
     sequences = float(row.micro_batches * row.sequences)
+    tokens = torch.randint(2, row.shape["vocab_size"], size, device=device)
+    tokens[:, : row.prompt] = tokens[:: row.group, : row.prompt].repeat_interleave(row.group, 0)
     return RolloutBatch(
-        tokens=torch.randint(2, row.shape["vocab_size"], size, device=device),
+        tokens=tokens,
         attention_mask=torch.ones_like(mask),
         completion_mask=mask,
         loss_mask=mask,
@@ -149,6 +174,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         compile=options.compile,
         activation_memory=row.budget,
         chunk_size=row.chunk_size,
+        share_prompts=row.share_prompts,
     )
     with torch.device(device):
         policy.build()
@@ -173,10 +199,11 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "steps": measured,
         "warm_up_steps": seconds[: options.warm_up],
         "tokens": tokens,
+        "tokens_read": row.tokens_read,
         "tokens_per_second": tokens / mean,
         "parameters": weights // 6,
-        "mfu": weights * tokens / mean / options.peak_flops,
-        "mfu_with_attention": whole * tokens / mean / options.peak_flops,
+        "mfu": weights * row.tokens_read / mean / options.peak_flops,
+        "mfu_with_attention": whole * row.tokens_read / mean / options.peak_flops,
         "peak_gib": (torch.cuda.max_memory_allocated() if device == "cuda" else peak_memory()) / 2**30,
         "state_gib": state_bytes(policy, optimizer) / 2**30,
         "gradient_norm": float(norms[0]),

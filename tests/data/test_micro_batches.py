@@ -56,6 +56,27 @@ def test_contexts_of_episodes_count(budget):
     assert [int(piece.num_read.sum()) for piece in pieces] == [30] * 4
 
 
+@pytest.mark.parametrize("budget", [10, 25, 40, 80])
+def test_groups_stay_together_where_prompts_are_shared(budget):
+    """A piece reads each of its prompts once."""
+    for seed in range(40):
+        batch = a_batch(size=24, seed=seed)
+        starts = batch.completion_mask.int().argmax(1).view(-1, 4)[:, :1].expand(-1, 4).reshape(-1, 1)
+        column = torch.arange(batch.tokens.shape[1])
+        batch.attention_mask |= column <= starts  # siblings have prompts of one length, and something was sampled
+        batch.completion_mask = batch.loss_mask = batch.attention_mask & (column >= starts)
+        number = num_micro_batches(len(batch), 10, budget)
+        pieces = batch.split(number, share_prompts=True)
+        assert [row for piece in pieces for row in piece.rows.tolist()] == list(range(24))
+        parts = [set(piece.positions.tolist()) for piece in pieces]
+        assert sum(map(len, parts)) <= 6 + number - 1, "each cut divides at most one group"
+        for piece, part in zip(pieces, parts, strict=True):
+            prompts = sum(int(starts[4 * group]) for group in part)
+            assert int(piece.completion_mask.sum()) + prompts <= budget
+    batch.loss_mask[:4] = False
+    assert [row for piece in batch.split(2, share_prompts=True) for row in piece.rows.tolist()] == list(range(4, 24))
+
+
 def test_a_run_respects_the_budget_and_its_gradient_is_the_same():
     whole = fit(rollouts=2)
     run = fit(rollouts=2, data={"micro_batch_tokens": 30}, callbacks=[seen := Sizes()])
