@@ -318,12 +318,14 @@ class RolloutBatch:
         Args:
             num_micro_batches: Number of pieces.
             share_prompts: Whether a prompt is read once in each piece (``policy.share_prompts``), not once in each row.
-                Groups then stay together.
+                Pieces are then consecutive rows, so that each cut divides at most one group.
 
         Raises:
             ValueError: If there are fewer rows than pieces.
         """
         import torch
+
+        from lgrpo.functional import consecutive_parts
 
         if num_micro_batches > len(self):
             raise ValueError(
@@ -334,7 +336,8 @@ class RolloutBatch:
         order = torch.argsort(torch.where(live, num_read, -1), descending=True, stable=True).tolist()
         order = order[: max(int(live.sum()), num_micro_batches)]
         if share_prompts:
-            return self._split_groups(torch.tensor(sorted(order)), num_micro_batches)
+            rows = torch.tensor(sorted(order))
+            return [self.select(rows[part]) for part in consecutive_parts(num_read[rows].tolist(), num_micro_batches)]
         lengths = num_read.tolist()
         bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
         loads = [(False, 0, number) for number in range(num_micro_batches)]  # empty pieces first, then the lightest
@@ -343,16 +346,6 @@ class RolloutBatch:
             bins[lightest].append(row)
             heappush(loads, (True, load + lengths[row], lightest))
         return [self.select(torch.tensor(sorted(rows))) for rows in bins]
-
-    def _split_groups(self, rows: Tensor, num_micro_batches: int) -> list[RolloutBatch]:
-        """Split these rows into pieces of consecutive ones, in which each prompt is read once."""
-        from lgrpo.functional import grouped_parts
-
-        masks = self.context_masks()[rows]
-        prompts = self.completion_mask[rows].int().argmax(1)  # number of tokens before the first sampled one
-        own = masks.sum((1, 2)) - masks.any(2).sum(1) * prompts
-        parts = grouped_parts(own.tolist(), self.positions[rows].tolist(), prompts.tolist(), num_micro_batches)
-        return [self.select(rows[part]) for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and tensors only, so that a checkpoint loads with ``weights_only=True``."""

@@ -587,7 +587,7 @@ def test_a_signal_writes_a_checkpoint_and_sets_the_exit_code(tmp_path, straight,
     assert "Traceback" not in output
     assert until_all_ended(lambda stat: int(stat[0]) == process.pid)
     process = run_lgrpo(*SMALL, f"--run={run}", "--ckpt_path=last")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert_same_end(straight, run)
 
@@ -618,7 +618,7 @@ def test_slurm_requeues_through_lightnings_plugin(tmp_path, straight):
     (saved,) = run.glob("hpc_ckpt_*.ckpt")
     assert is_complete(saved)
     process = run_lgrpo(*options, env=environment)  # the same command
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert_same_end(straight, run)
 

@@ -25,7 +25,7 @@ from lgrpo.data.sampler import RolloutSampler
 from lgrpo.engines import EngineError
 from lgrpo.losses import PolicyLogprobs, SequenceMean, TokenMean
 from lgrpo.recordings import Recording
-from tests.helpers import a_batch, build, fit, largest_difference
+from tests.helpers import a_batch, build, fit, largest_difference, tiny_policy
 from tests.processes import two_processes
 
 
@@ -45,9 +45,11 @@ class TestLag:
             assert row["train/ratio_max"] == row["train/ratio_min"] == 1.0
             assert row["train/kl_behaviour"] == 0.0
 
-    def test_logprobs_are_recomputed_for_the_micro_batches_of_the_first_step(self):
+    @pytest.mark.parametrize("share_prompts", [False, True])
+    def test_logprobs_are_recomputed_for_the_micro_batches_of_the_first_step(self, share_prompts):
         """Rows that are computed together with others are rounded differently, and the ratio would not be exactly 1."""
-        run = build(v=1, i=1, rollouts=2, data={"behaviour_logprobs": "policy"}, trainer={"accumulate_grad_batches": 3})
+        policy, data = tiny_policy(share_prompts=share_prompts), {"behaviour_logprobs": "policy"}
+        run = build(v=1, rollouts=2, policy=policy, data=data, trainer={"accumulate_grad_batches": 3})
         recomputed, trained = [], []
         module, step = run.module, run.module.training_step
         policy_logprobs = module.policy_logprobs

@@ -39,7 +39,7 @@ class TokenBudget:
         """Return whether no micro-batch of these groups, or of a part of them, can exceed the limit.
 
         ``RolloutBatch.split`` adds a row to the micro-batch with the fewest tokens, which has at most the mean of the
-        rows before it.
+        rows before it. Consecutive rows, as for shared prompts, can be cut within the same limit.
         """
         lengths = torch.cat([group.num_read for group in groups])
         longest, number = int(lengths.max()), self.num_micro_batches

@@ -292,7 +292,8 @@ def num_micro_batches(num_rows: int, longest: int, budget: int) -> int:
 
     ``RolloutBatch.split`` assigns rows, longest first, to the micro-batch with the fewest tokens. If k of the longest
     rows fit into the budget and there are at least num_rows/k micro-batches, one gets more than k rows only while their
-    tokens leave enough of the budget.
+    tokens leave enough of the budget. Consecutive rows, as for shared prompts, it cuts into parts of which the largest
+    is as small as possible, and parts of k rows fit.
 
     >>> num_micro_batches(448, longest=612, budget=10_000)
     28

@@ -36,7 +36,7 @@ from lgrpo.functional.off_policy import (
     total_variation,
 )
 from lgrpo.functional.packed_attention import Keys, packed_attention
-from lgrpo.functional.partition import grouped_parts
+from lgrpo.functional.partition import consecutive_parts
 from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
@@ -97,6 +97,7 @@ __all__ = [
     "clipped_surrogate",
     "combined_checksum",
     "completion_log_ratio",
+    "consecutive_parts",
     "constant_sum",
     "drop_negatives",
     "effective_sample_size",
@@ -105,7 +106,6 @@ __all__ = [
     "gamma_weight",
     "group_std",
     "grouped",
-    "grouped_parts",
     "harmful",
     "has_reward_variance",
     "improvement_bound",

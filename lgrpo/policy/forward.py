@@ -64,7 +64,7 @@ def predicting_states(
 
 
 def _states_of_shared_prompts(model: PreTrainedModel, tokens: Tensor, is_read: Tensor, sampled: Tensor) -> Tensor:
-    """Return the states of ``sampled`` [B, T], with each prompt read by the first row that has it.
+    """Return the states of ``tokens`` [B, T] where ``sampled``, with each prompt read by the first row that has it.
 
     The other rows with the same prompt hold only what follows it, and their keys are those of the prompt as well.
     """
@@ -90,7 +90,8 @@ def _states_of_shared_prompts(model: PreTrainedModel, tokens: Tensor, is_read: T
         key_index=place[is_read & has_own[:, None]],
         seq_idx=row[:, None].expand_as(tokens)[is_own][None].to(torch.int32),
     )
-    return output.last_hidden_state[0].index_select(0, place[sampled])
+    hidden = output.last_hidden_state[0]
+    return hidden.float().index_select(0, place[sampled]).to(hidden.dtype)  # gradients are summed in float32
 
 
 def _bounds(lengths: Tensor) -> Tensor:

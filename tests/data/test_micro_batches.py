@@ -31,50 +31,33 @@ class Sizes(L.Callback):
 
 
 @pytest.mark.parametrize("budget", [10, 11, 25, 40, 80])
-def test_no_lengths_exceed_the_budget(budget):
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_no_lengths_exceed_the_budget(budget, share_prompts):
     for seed in range(40):
         batch = a_batch(size=24, seed=seed)
         if seed == 0:
             batch.attention_mask[:], batch.completion_mask[:, 1:], batch.loss_mask[:, 1:] = True, True, True
-        pieces = batch.split(num_micro_batches(len(batch), 10, budget))
+        pieces = batch.split(num_micro_batches(len(batch), 10, budget), share_prompts)
         assert max(int(piece.lengths.sum()) for piece in pieces) <= budget
-        assert sum(len(piece) for piece in pieces) == len(batch)
+        rows = [row for piece in pieces for row in piece.rows.tolist()]
+        assert sorted(rows) == list(range(24))
+        assert not share_prompts or rows == sorted(rows), "siblings are separated by a cut only"
 
 
 @pytest.mark.parametrize("budget", [30, 45, 80])
-def test_contexts_of_episodes_count(budget):
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_contexts_of_episodes_count(budget, share_prompts):
     for seed in range(40):
         batch = a_batch(size=24, seed=seed)
         num_contexts = torch.randint(1, 4, (24, 1), generator=torch.Generator().manual_seed(seed))
         batch.contexts = ((1 << num_contexts) - 1) * batch.attention_mask
         assert batch.num_read.tolist() == (batch.lengths * num_contexts[:, 0]).tolist()
-        pieces = batch.split(num_micro_batches(len(batch), 3 * 10, budget))
+        pieces = batch.split(num_micro_batches(len(batch), 3 * 10, budget), share_prompts)
         assert max(int(piece.num_read.sum()) for piece in pieces) <= budget
     batch.attention_mask[:8], batch.loss_mask[:8] = True, True
     batch.contexts[:8] = torch.tensor([7, 1, 1, 1, 7, 1, 1, 1])[:, None]
     pieces = batch.select(torch.arange(8)).split(4)
     assert [int(piece.num_read.sum()) for piece in pieces] == [30] * 4
-
-
-@pytest.mark.parametrize("budget", [10, 25, 40, 80])
-def test_groups_stay_together_where_prompts_are_shared(budget):
-    """A piece reads each of its prompts once."""
-    for seed in range(40):
-        batch = a_batch(size=24, seed=seed)
-        starts = batch.completion_mask.int().argmax(1).view(-1, 4)[:, :1].expand(-1, 4).reshape(-1, 1)
-        column = torch.arange(batch.tokens.shape[1])
-        batch.attention_mask |= column <= starts  # siblings have prompts of one length, and something was sampled
-        batch.completion_mask = batch.loss_mask = batch.attention_mask & (column >= starts)
-        number = num_micro_batches(len(batch), 10, budget)
-        pieces = batch.split(number, share_prompts=True)
-        assert [row for piece in pieces for row in piece.rows.tolist()] == list(range(24))
-        parts = [set(piece.positions.tolist()) for piece in pieces]
-        assert sum(map(len, parts)) <= 6 + number - 1, "each cut divides at most one group"
-        for piece, part in zip(pieces, parts, strict=True):
-            prompts = sum(int(starts[4 * group]) for group in part)
-            assert int(piece.completion_mask.sum()) + prompts <= budget
-    batch.loss_mask[:4] = False
-    assert [row for piece in batch.split(2, share_prompts=True) for row in piece.rows.tolist()] == list(range(4, 24))
 
 
 def test_a_run_respects_the_budget_and_its_gradient_is_the_same():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
+import lightning as L
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lgrpo.functional import grouped_parts
+from lgrpo.functional import consecutive_parts
 from lgrpo.policy import LoRA
 from lgrpo.policy.forward import can_share_prompts
 from lgrpo.policy.sequences import read_in_context
@@ -140,6 +143,16 @@ SETTINGS = {
 }
 
 
+class Pieces(L.Callback):
+    """Records the rows of every micro-batch."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rows.append(batch.rows.tolist())
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_is_the_same(name):
     runs = []
@@ -148,8 +161,11 @@ def test_a_run_is_the_same(name):
         data = {"task": SortDigits(num_digits=3, num_held_out=4, reward=LowDigits())} | settings.pop("data", {})
         torch.manual_seed(0)
         policy = tiny_policy(share_prompts=share_prompts, **settings.pop("policy", {}))
-        runs.append(fit(policy=policy, rollouts=4, learning_rate=0.1, data=data, **settings))
+        pieces = Pieces()
+        runs.append(fit(policy=policy, rollouts=4, learning_rate=0.1, data=data, callbacks=[pieces], **settings))
         assert policy.share_prompts == share_prompts
+        consecutive = all(max(rows) - min(rows) == len(rows) - 1 for rows in pieces.rows)
+        assert consecutive == (share_prompts or runs[-1].trainer.accumulate_grad_batches == 1)
     own, shared = runs
     for ours, theirs in zip(shared.recorder.rollouts, own.recorder.rollouts, strict=True):
         assert torch.equal(ours.tokens, theirs.tokens)
@@ -159,7 +175,7 @@ def test_a_run_is_the_same(name):
 
 
 def test_episodes_with_dropped_observations(tmp_path):
-    """Contexts of episodes have their prompt in common, too."""
+    """Their first contexts have a prompt in common; later ones begin with what was said before."""
     run = fit(v=1, rollouts=2, data=data_of(tmp_path / "diaries", environment=UnevenlyTalkative, partial=False))
     policy, batch = run.module.policy, run.recorder.rollouts[-1]
     assert batch.contexts is not None
@@ -170,33 +186,14 @@ def test_episodes_with_dropped_observations(tmp_path):
     assert torch.allclose(alone, shared, atol=1e-5)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=8),
-    st.data(),
-)
-def test_parts_are_the_best(rows, data):
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
+def test_parts_are_the_best(sizes, data):
     """No other cut has a smaller largest part."""
-    number = data.draw(st.integers(1, len(rows)))
-    starts = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-    groups = [sum(starts[: row + 1]) for row in range(len(rows))]
-    shared = [rows[groups.index(group)][1] for group in groups]
-
-    def largest(parts):
-        return max(
-            sum(rows[row][0] for row in part) + sum(shared[groups.index(g)] for g in {groups[row] for row in part})
-            for part in parts
-        )
-
-    def cuts(first, left):
-        if left == 1:
-            yield [list(range(first, len(rows)))]
-            return
-        for end in range(first + 1, len(rows) - left + 2):
-            for others in cuts(end, left - 1):
-                yield [list(range(first, end)), *others]
-
-    parts = grouped_parts([size for size, _ in rows], groups, shared, number)
-    assert [row for part in parts for row in part] == list(range(len(rows)))
+    number = data.draw(st.integers(1, len(sizes)))
+    parts = consecutive_parts(sizes, number)
+    assert [row for part in parts for row in part] == list(range(len(sizes)))
     assert len(parts) == number
     assert all(parts)
-    assert largest(parts) == min(largest(other) for other in cuts(0, number))
+    cuts = [(0, *inner, len(sizes)) for inner in combinations(range(1, len(sizes)), number - 1)]
+    best = min(max(sum(sizes[start:end]) for start, end in pairwise(cut)) for cut in cuts)
+    assert max(sum(sizes[row] for row in part) for part in parts) == best
