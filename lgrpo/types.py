@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lgrpo.contexts import Dropped, contexts_of, dropped_of, ranges
 from lgrpo.kept import Kept
+from lgrpo.partition import consecutive_parts
 
 if TYPE_CHECKING:  # reward workers start in a tenth of the time without them
     from torch import Tensor
@@ -324,8 +325,6 @@ class RolloutBatch:
             ValueError: If there are fewer rows than pieces.
         """
         import torch
-
-        from lgrpo.functional import consecutive_parts
 
         if num_micro_batches > len(self):
             raise ValueError(

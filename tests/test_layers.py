@@ -11,7 +11,7 @@ import lgrpo
 
 ROOT = Path(lgrpo.__file__).parent
 LAYERS = [
-    {"types", "contexts", "kept", "weights", "checks"},
+    {"types", "contexts", "kept", "partition", "weights", "checks"},
     {"functional", "run"},
     {"metrics", "rewards", "environments"},
     {"advantages", "losses", "teachers", "policy", "engines", "hooks", "tasks"},

@@ -36,7 +36,6 @@ from lgrpo.functional.off_policy import (
     total_variation,
 )
 from lgrpo.functional.packed_attention import Keys, packed_attention
-from lgrpo.functional.partition import consecutive_parts
 from lgrpo.functional.pass_at_k import majority_at_k, pass_at_k, standard_error
 from lgrpo.functional.random import stream_seed, stream_uniform
 from lgrpo.functional.surrogate import (
@@ -97,7 +96,6 @@ __all__ = [
     "clipped_surrogate",
     "combined_checksum",
     "completion_log_ratio",
-    "consecutive_parts",
     "constant_sum",
     "drop_negatives",
     "effective_sample_size",

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lgrpo.functional import consecutive_parts
+from lgrpo.partition import consecutive_parts
 from lgrpo.policy import LoRA
 from lgrpo.policy.forward import can_share_prompts
 from lgrpo.policy.sequences import read_in_context

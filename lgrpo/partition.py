@@ -9,7 +9,7 @@ def consecutive_parts(sizes: Sequence[int], number: int) -> list[list[int]]:
     """Cut rows of these sizes into ``number`` parts of consecutive rows, so that the largest is as small as possible.
 
     >>> consecutive_parts([3, 3, 2, 2, 2, 2], 2)
-    [[0, 1], [2, 3, 4, 5]]
+    [[0, 1, 2], [3, 4, 5]]
     """
     if not 1 <= number <= len(sizes):
         raise ValueError(f"{len(sizes)} rows cannot be cut into {number} parts")
