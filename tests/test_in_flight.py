@@ -174,7 +174,7 @@ class SlowVLLM(VLLMEngine):
         serve = self.on_step
 
         def slow_step():
-            time.sleep(0.03)
+            time.sleep(0.1)
             serve()
 
         self.on_step = slow_step
@@ -184,12 +184,19 @@ class SlowVLLM(VLLMEngine):
             self.on_step = serve
 
 
+class LateSyncs(RolloutCallback):
+    """Lets the next rollout begin, which takes a second or more, before a step and its sync."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(0.4)
+
+
 @pytest.mark.slow("starts vLLM in two processes")
 def test_vllm_in_a_pool():
     pytest.importorskip("vllm")
     kept, engine = Weights(), EnginePool(SlowVLLM(max_model_len=32, max_num_seqs=8))
     try:
-        run = in_flight(lead=2, data={"engine": engine}, callbacks=[kept], learning_rate=0.5)
+        run = in_flight(lead=2, data={"engine": engine}, callbacks=[kept, LateSyncs()], learning_rate=0.5)
     finally:
         engine.close()
     assert any(len(spans) > 1 for spans in spans_of(run))
