@@ -124,6 +124,9 @@ class RolloutCallback(L.Callback):
     A callback may change only the batch's ``loss_mask``, and only by turning entries off, so that the order of
     callbacks cannot change a result. Anything else is an advantage, a reward or a loss. To log a metric from these
     hooks call ``pl_module.add_metric(name, value)``: ``self.log`` works in Lightning's hooks only.
+
+    Lightning's ``on_train_batch_start`` and ``on_train_batch_end`` run for each micro-batch. With
+    ``data.micro_batch_tokens`` the first ones of a step may have no rows; the last one has.
     """
 
     order: int = 2

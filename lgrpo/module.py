@@ -185,6 +185,8 @@ class GRPOModule(L.LightningModule):
         return torch.cat(gather_ranks(self.trainer, values))
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
+        if not len(batch):  # left over from data.micro_batch_tokens: Lightning counts it, and it has no gradient
+            return torch.zeros((), device=batch.tokens.device, requires_grad=True)
         logprobs = self._logprobs(batch)
         output = self.loss(batch, logprobs)
         if self.step_rule is not None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from heapq import heappop, heappush
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lgrpo.contexts import Dropped, contexts_of, dropped_of, ranges
 from lgrpo.kept import Kept
-from lgrpo.partition import consecutive_parts
+from lgrpo.partition import Part, balanced_parts, consecutive_parts
 
 if TYPE_CHECKING:  # reward workers start in a tenth of the time without them
     from torch import Tensor
@@ -310,6 +309,15 @@ class RolloutBatch:
             chosen["notes"] = [self.notes[row] for row in rows.tolist()]
         return replace(self, **chosen)
 
+    def empty(self) -> RolloutBatch:
+        """Return the batch without its rows: a micro-batch that the lengths of a rollout do not need."""
+        from torch import Tensor
+
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: value[:0] for name, value in values.items() if isinstance(value, Tensor)}
+        values |= {"contexts": None, "kept_ids": None, "kept_counts": None, "notes": None}
+        return replace(self, **values)
+
     def split(self, num_micro_batches: int, share_prompts: bool = False) -> list[RolloutBatch]:
         """Split the rollout into exactly ``num_micro_batches`` pieces of about the same number of tokens to read.
 
@@ -326,25 +334,36 @@ class RolloutBatch:
         """
         import torch
 
+        return [self.select(torch.tensor(part.rows)) for part in self.parts(num_micro_batches, share_prompts)]
+
+    def parts(self, num_micro_batches: int, share_prompts: bool = False) -> list[Part]:
+        """Return the rows of each piece of ``split``, and the tokens that the model reads of them."""
+        import torch
+
         if num_micro_batches > len(self):
             raise ValueError(
                 f"{len(self)} completions on this rank cannot be split into {num_micro_batches} micro-batches: lower "
                 "trainer.accumulate_grad_batches or raise data.num_prompts"
             )
         live, num_read = self.loss_mask.any(1), self.num_read
-        order = torch.argsort(torch.where(live, num_read, -1), descending=True, stable=True).tolist()
-        order = order[: max(int(live.sum()), num_micro_batches)]
+        order = torch.argsort(torch.where(live, num_read, -1), descending=True, stable=True)
+        rows = order[: max(int(live.sum()), num_micro_batches)].sort().values
+        sizes = num_read[rows].tolist()
         if share_prompts:
-            rows = torch.tensor(sorted(order))
-            return [self.select(rows[part]) for part in consecutive_parts(num_read[rows].tolist(), num_micro_batches)]
-        lengths = num_read.tolist()
-        bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
-        loads = [(False, 0, number) for number in range(num_micro_batches)]  # empty pieces first, then the lightest
-        for row in order:  # longest first
-            _, load, lightest = heappop(loads)
-            bins[lightest].append(row)
-            heappush(loads, (True, load + lengths[row], lightest))
-        return [self.select(torch.tensor(sorted(rows))) for rows in bins]
+            parts = consecutive_parts(sizes, num_micro_batches, self._repeated_prompts(rows).tolist())
+        else:
+            parts = balanced_parts(sizes, num_micro_batches)
+        return [Part(rows[part.rows].tolist(), part.size) for part in parts]
+
+    def _repeated_prompts(self, rows: Tensor) -> Tensor:
+        """Return how many tokens each of these rows has in its prompt, if the row before it has the same prompt."""
+        import torch
+
+        sampled = self.completion_mask[rows]
+        lengths = torch.where(sampled.any(1), sampled.int().argmax(1), 0)
+        positions = self.positions[rows]
+        is_sibling = (positions[1:] == positions[:-1]) & (lengths[1:] == lengths[:-1])
+        return torch.cat([lengths[:1] * 0, lengths[1:] * is_sibling])
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and tensors only, so that a checkpoint loads with ``weights_only=True``."""

@@ -68,7 +68,8 @@ class Recorder(RolloutCallback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            lags = sorted(set(batch.lag(trainer.global_step).int().tolist()))
+            rollout = trainer.datamodule.rollout  # type: ignore[attr-defined]
+            lags = sorted(set(rollout.lag(trainer.global_step).int().tolist()))
             self.lags += lags if len(lags) == 1 else [tuple(lags)]  # several lags, if late groups joined the rollout
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:

@@ -55,6 +55,21 @@ def test_rows_without_loss_are_left_out_but_no_piece_is_empty():
     assert [len(piece) for piece in batch.split(3)] == [1] * 3
 
 
+def test_a_batch_without_rows():
+    batch = a_batch(size=8)
+    batch.totals, batch.metrics = StepTotals(all_tokens=5.0), {"rollout/reward": 1.0}
+    batch.contexts = batch.attention_mask.long()
+    batch.kept_ids, batch.kept_counts = torch.zeros(8, 3, dtype=torch.int32), torch.zeros(8, 10, dtype=torch.int32)
+    batch.reward_parts, batch.notes = torch.zeros(8, 2, 3), [None] * 8
+    empty = batch.empty()
+    for f in fields(empty):
+        value = getattr(empty, f.name)
+        assert not isinstance(value, Tensor) or len(value) == 0, f.name
+    assert (len(empty), len(empty.num_read), empty.notes) == (0, 0, None)
+    assert (empty.totals, empty.metrics, empty.rollout) == (batch.totals, batch.metrics, batch.rollout)
+    assert len(empty.lag(3)) == len(empty.token_lag(3)) == len(empty.is_known) == 0
+
+
 def test_more_pieces_than_rows_is_refused():
     with pytest.raises(ValueError, match=r"8 completions .* 9 micro-batches"):
         a_batch(size=8).split(9)

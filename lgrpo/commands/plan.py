@@ -38,7 +38,7 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
 
     Without the rows on parameters and memory, no class that the settings name is imported.
     """
-    from lgrpo.data.prepare import num_micro_batches
+    from lgrpo.data.micro_batches import num_micro_batches
 
     data, trainer = config.data, config.trainer
     sync = config.weight_sync.init_args if config.weight_sync else Namespace(period=None)
@@ -141,7 +141,10 @@ def _shared_memory(has_own_device: bool) -> str:
 def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None) -> str:
     if budget is None:
         return f"{number} in each step on {ranks}, about {rows_each:g} completions each"
-    return f"at least {number} in each step on {ranks}, of {budget:,} tokens at most (more if prompts are longer)"
+    return (
+        f"at least {number} in each step on {ranks}, of {budget:,} tokens at most (more if prompts are longer); those "
+        "that shorter completions do not need are empty"
+    )
 
 
 def _schedule(sync: Namespace, reuse: int, lead: int, is_partial: bool) -> str:

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from lgrpo.advantages import Advantage, Scores
+from lgrpo.data.micro_batches import TokenBudget, micro_batches
 from lgrpo.functional import completion_log_ratio, has_reward_variance, stream_uniform, turn_indices
 from lgrpo.hooks import policy_owner, rollout_owner
 from lgrpo.types import RolloutBatch
 
 
-def set_advantages(batch: RolloutBatch, advantage: Advantage, seed: int, trainer: L.Trainer) -> None:
+def set_advantages(
+    batch: RolloutBatch, advantage: Advantage, seed: int, trainer: L.Trainer, budget: TokenBudget | None = None
+) -> None:
     """Set ``batch.advantages``. Every rank sees the scores of all, so that statistics cover the whole rollout."""
     size = len(batch)
     siblings = torch.arange(size) % batch.group_size
@@ -25,7 +28,7 @@ def set_advantages(batch: RolloutBatch, advantage: Advantage, seed: int, trainer
         "draws": stream_uniform(seed, batch.positions, siblings, -1),  # sampled tokens use the indices from 0 on
     }
     if advantage.needs_log_ratios:
-        own["log_ratios"] = _log_ratios(batch, advantage, trainer)
+        own["log_ratios"] = _log_ratios(batch, advantage, trainer, budget)
     if advantage.needs_parts:
         own["parts"] = _parts(batch, advantage)
     if advantage.needs_turns:
@@ -78,12 +81,10 @@ def _checked(advantage: Advantage, scores: Scores, shape: torch.Size) -> Tensor:
     return values
 
 
-def _log_ratios(batch: RolloutBatch, advantage: Advantage, trainer: L.Trainer) -> Tensor:
+def _log_ratios(batch: RolloutBatch, advantage: Advantage, trainer: L.Trainer, budget: TokenBudget | None) -> Tensor:
     """Return log π_k/π_α of each completion [B], with π_k the policy before this rollout's updates."""
     found = torch.zeros(len(batch), dtype=torch.float64)
-    for piece in replace(batch, loss_mask=batch.completion_mask).split(
-        trainer.accumulate_grad_batches, policy_owner(trainer).policy.share_prompts
-    ):
+    for piece in micro_batches(replace(batch, loss_mask=batch.completion_mask), trainer, budget):
         log_ratio = policy_owner(trainer).policy_logprobs(piece) - piece.behaviour_logprobs
         found[piece.rows] = completion_log_ratio(log_ratio, piece.completion_mask)
     if bool(found.isnan().any()):

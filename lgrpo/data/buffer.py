@@ -12,9 +12,10 @@ from typing import Any
 import lightning as L
 
 from lgrpo.data.late import LateGroups
+from lgrpo.data.micro_batches import micro_batches
 from lgrpo.data.prepare import RolloutPreparation
 from lgrpo.data.schedule import RolloutSchedule
-from lgrpo.hooks import call_stage, policy_owner
+from lgrpo.hooks import call_stage
 from lgrpo.types import EvaluationBatch, RolloutBatch
 
 
@@ -38,7 +39,9 @@ class RolloutBuffer:
         self._step = -1
         """Optimizer step for which the micro-batches were made."""
         self.micro_batches: list[RolloutBatch] = []
-        """Pieces of the current rollout, masked for the current pass."""
+        """Pieces of the current rollout, masked for the current pass; without empty ones."""
+        self._step_batches: list[RolloutBatch] = []
+        """Micro-batches of an optimizer step for Lightning: empty ones, if some are left over, then the pieces."""
 
     def __len__(self) -> int:
         return self._rollouts_per_epoch * self._schedule.reuse * self._trainer.accumulate_grad_batches
@@ -47,7 +50,7 @@ class RolloutBuffer:
         self._check_epoch()
         for index in range(self._trainer.fit_loop.batch_idx + 1, len(self)):
             self._advance_to(self._trainer.global_step)
-            yield self.micro_batches[index % self._trainer.accumulate_grad_batches]
+            yield self._step_batches[index % self._trainer.accumulate_grad_batches]
 
     def _check_epoch(self) -> None:
         """Raise an error if an epoch ends inside an optimizer step, where Lightning would step with a part of it."""
@@ -66,14 +69,15 @@ class RolloutBuffer:
             call_stage(self._trainer, "update")
             self._schedule.release(self._trainer, rollout)
         elif step != self._step:
-            self._prepare.next_pass(self.micro_batches)
+            self._prepare.next_pass(self._step_batches)
         self._step = step
 
     def _hold(self, batch: RolloutBatch, late: LateGroups) -> None:
         self.rollout, self._late = batch, late
-        self.micro_batches = batch.split(
-            self._trainer.accumulate_grad_batches, policy_owner(self._trainer).policy.share_prompts
-        )
+        self.micro_batches = micro_batches(batch, self._trainer, self._prepare.budget)
+        num_left = self._trainer.accumulate_grad_batches - len(self.micro_batches)
+        # the optimizer steps, and gradients are reduced over ranks, after the last micro-batch: it has rows
+        self._step_batches = [batch.empty() for _ in range(num_left)] + self.micro_batches
 
     def rollout_state(self) -> dict[str, Any]:
         """Return this rank's current rollout, late groups and curriculum, for the data module's checkpoint."""

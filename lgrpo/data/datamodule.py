@@ -20,8 +20,9 @@ from lgrpo.data.dynamic import DynamicSampling
 from lgrpo.data.episodes import connect_environment
 from lgrpo.data.evaluation import Benchmark, Evaluation, Evaluator, check_names, skip_validation
 from lgrpo.data.kept import check_truncation
+from lgrpo.data.micro_batches import set_micro_batches
 from lgrpo.data.partial import PartialRollouts, checked_partial
-from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank, set_micro_batches
+from lgrpo.data.prepare import RolloutPreparation, check_logprobs, rows_per_rank
 from lgrpo.data.prompts import Prompts, check_max_tokens, load_prompts
 from lgrpo.data.sampler import RolloutSampler
 from lgrpo.data.schedule import RolloutSchedule, check_lags, checked_overlap
@@ -96,7 +97,8 @@ class RolloutDataModule(L.LightningDataModule):
             max_lag: Largest lag, in optimizer steps, of a completion in a step on it; by default unlimited. With
                 ``reuse`` above 1 a completion may leave after its first passes. Recorded completions have no lag.
             micro_batch_tokens: Upper limit of tokens in a micro-batch, including prompts and all contexts: sets
-                trainer.accumulate_grad_batches so that no lengths can exceed it. The gradient is the same.
+                trainer.accumulate_grad_batches so that no lengths can exceed it. Shorter completions fill fewer
+                micro-batches, and the others are empty. The gradient is the same.
             max_prompt_tokens: Upper limit of a prompt's length; by default the model's context minus a completion.
             overlong_prompts: Treatment of longer prompts.
             difficulty: How often each training prompt comes: by a field of its row, or by its pass rate so far

@@ -10,40 +10,12 @@ import torch
 from torch import Tensor
 
 from lgrpo.data.collate import as_reward_parts, as_rewards, concatenate
+from lgrpo.data.micro_batches import TokenBudget
 from lgrpo.rewards import FailedScore, Score, notes_of
 from lgrpo.types import RolloutBatch
 
 Rescore: TypeAlias = Callable[[Sequence[RolloutBatch]], Sequence[Sequence[Score]]]
 """Asks the reward again for the scores of some groups, in one call."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class TokenBudget:
-    """Upper limit of tokens in a micro-batch (``data.micro_batch_tokens``)."""
-
-    max_tokens: int
-    num_micro_batches: int
-    num_rows: int
-    """Number of completions that fit whatever their lengths."""
-
-    def check_contexts(self, num_counted: int, num_contexts: int) -> None:
-        """Raise an error if completions have more contexts than ``num_rows`` counts on, as recorded ones may."""
-        if num_contexts > num_counted:
-            raise ValueError(
-                f"recorded episodes have up to {num_contexts} contexts, but data.micro_batch_tokens counts on "
-                f"{num_counted}: leave it out, or set data.engine.engine to an EnvironmentEngine with max_contexts "
-                f"{num_contexts}"
-            )
-
-    def admits(self, groups: Sequence[RolloutBatch]) -> bool:
-        """Return whether no micro-batch of these groups, or of a part of them, can exceed the limit.
-
-        ``RolloutBatch.split`` adds a row to the micro-batch with the fewest tokens, which has at most the mean of the
-        rows before it. Consecutive rows, as for shared prompts, can be cut within the same limit.
-        """
-        lengths = torch.cat([group.num_read for group in groups])
-        longest, number = int(lengths.max()), self.num_micro_batches
-        return len(lengths) <= self.num_rows or (int(lengths.sum()) - longest) / number + longest <= self.max_tokens
 
 
 @dataclass(kw_only=True)

@@ -13,8 +13,7 @@
 
 Before each further pass over the rollout, ``next_pass`` takes out completions that have become too old since.
 
-``RolloutBatch.split`` then cuts the rollout into micro-batches. Their number is constant in a fit: it is
-``trainer.accumulate_grad_batches``, or ``set_micro_batches`` derives it from ``data.micro_batch_tokens``.
+``micro_batches`` then cuts the rollout for training.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from typing import Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_info
 
 from lgrpo.advantages import Advantage
 from lgrpo.data.advantages import set_advantages
 from lgrpo.data.curriculum import Curriculum
-from lgrpo.data.late import LateGroups, Rescore, TokenBudget, padded_to
+from lgrpo.data.late import LateGroups, Rescore, padded_to
+from lgrpo.data.micro_batches import TokenBudget, micro_batches
 from lgrpo.data.schedule import RolloutSchedule
 from lgrpo.engines import RolloutEngine
 from lgrpo.functional import has_reward_variance
@@ -91,29 +90,29 @@ class RolloutPreparation:
         self._mask_old(batch)
         if self.mask_failures:
             batch.loss_mask &= ~batch.failed[:, None]
-        set_advantages(batch, self.advantage, self.seed, trainer)
+        set_advantages(batch, self.advantage, self.seed, trainer, self.budget)
         call_rollout_end(trainer, batch)
         batch.metrics |= {"time/sync": sync_seconds} | self._idle_times(start)
         set_totals(batch, trainer)
         if self._period is not None:
             batch.metrics["time/tokens_per_second"] = batch.totals.all_tokens / self._period
         if self.behaviour_logprobs == "policy":
-            recompute_logprobs(batch, self.schedule.ready(), trainer)
+            recompute_logprobs(batch, self.schedule.ready(), trainer, self.budget)
         return batch, late
 
-    def next_pass(self, micro_batches: Sequence[RolloutBatch]) -> None:
+    def next_pass(self, pieces: Sequence[RolloutBatch]) -> None:
         """Take completions out of the loss that have become too old since the last pass over their rollout.
 
         Only micro-batches change, not the rollout: a resumed run splits it as before, and every rank keeps its pieces.
         """
         if self.max_lag is None:
             return
-        for piece in micro_batches:
+        for piece in pieces:
             self._mask_old(piece)
-        counts = [live_counts(piece) for piece in micro_batches]
+        counts = [live_counts(piece) for piece in pieces]
         local = {name: torch.stack([count[name] for count in counts]).sum() for name in counts[0]}
         total = _summed(local, self.trainer)
-        for piece in micro_batches:
+        for piece in pieces:
             piece.totals = replace(piece.totals, **total)
 
     def _mask_old(self, batch: RolloutBatch) -> None:
@@ -226,7 +225,9 @@ def _is_deviation(name: str, metrics: dict[str, float]) -> bool:
     return name.endswith("_std") and name.removesuffix("_std") in metrics
 
 
-def recompute_logprobs(batch: RolloutBatch, ready: Sequence[RolloutBatch], trainer: L.Trainer) -> None:
+def recompute_logprobs(
+    batch: RolloutBatch, ready: Sequence[RolloutBatch], trainer: L.Trainer, budget: TokenBudget | None
+) -> None:
     """Compute log π_α by the policy, for this rollout and for ready ones sampled from the same weights.
 
     The rollout is split as it will be for training, so that its ratio starts at exactly 1.
@@ -241,7 +242,7 @@ def recompute_logprobs(batch: RolloutBatch, ready: Sequence[RolloutBatch], train
     for rollout in {other.rollout: other for other in (*ready, batch)}.values():
         if rollout.logprobs_from == "policy" or int(rollout.first_step.min()) != step:
             continue  # computed before, or sampled from weights that the policy no longer has
-        for piece in rollout.split(trainer.accumulate_grad_batches, policy_owner(trainer).policy.share_prompts):
+        for piece in micro_batches(rollout, trainer, budget):
             width = piece.tokens.shape[1]
             rollout.behaviour_logprobs[piece.rows, :width] = policy_owner(trainer).policy_logprobs(piece)
         rollout.logprobs_from = "policy"
@@ -285,37 +286,3 @@ def rows_per_rank(num_prompts: int, group_size: int, trainer: L.Trainer) -> int:
             f"split into trainer.accumulate_grad_batches = {trainer.accumulate_grad_batches} micro-batches"
         )
     return num_rows
-
-
-def num_micro_batches(num_rows: int, longest: int, budget: int) -> int:
-    """Return the number of micro-batches at which none has more tokens than the budget, whatever the lengths.
-
-    ``RolloutBatch.split`` assigns rows, longest first, to the micro-batch with the fewest tokens. If k of the longest
-    rows fit into the budget and there are at least num_rows/k micro-batches, one gets more than k rows only while their
-    tokens leave enough of the budget. Consecutive rows, as for shared prompts, it cuts into parts of which the largest
-    is as small as possible, and parts of k rows fit.
-
-    >>> num_micro_batches(448, longest=612, budget=10_000)
-    28
-    """
-    if longest > budget:
-        raise ValueError(
-            f"data.micro_batch_tokens is {budget:,}, but a single completion may have {longest:,} tokens with its "
-            "prompt: raise it, or lower data.sampling.max_tokens"
-        )
-    return -(-num_rows // (budget // longest))
-
-
-def set_micro_batches(trainer: L.Trainer, num_rows: int, longest: int, budget: int | None) -> TokenBudget | None:
-    """Set how many micro-batches Lightning accumulates, from the budget of tokens, if there is one."""
-    if budget is None:
-        return None
-    number = num_micro_batches(num_rows, longest, budget)
-    if trainer.accumulate_grad_batches not in (1, number):
-        raise ValueError(
-            f"data.micro_batch_tokens {budget:,} means {number} micro-batches, but trainer.accumulate_grad_batches is "
-            f"{trainer.accumulate_grad_batches}: set one of the two"
-        )
-    trainer.accumulate_grad_batches = number
-    rank_zero_info(f"{number} micro-batches a step, of at most {budget:,} tokens each (up to {longest:,} a completion)")
-    return TokenBudget(max_tokens=budget, num_micro_batches=number, num_rows=num_rows)

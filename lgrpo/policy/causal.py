@@ -174,6 +174,11 @@ class CausalPolicy(nn.Module):
         """Whether the weights are loaded or initialised."""
         return "model" in self._modules
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows are read one after another, without padding."""
+        return is_packed(self.attention)
+
     def build(self) -> None:
         """Load or initialise the weights. Does nothing the second time."""
         if self.is_built:
@@ -226,9 +231,7 @@ class CausalPolicy(nn.Module):
         then padding.
         """
         with whole_layers() if self.compile_layers else nullcontext():
-            hidden = predicting_states(
-                self.model, tokens, completion_mask, is_packed(self.attention), self.share_prompts
-            )
+            hidden = predicting_states(self.model, tokens, completion_mask, self.is_packed, self.share_prompts)
         found = chunked_token_logprobs(
             hidden,
             partial(logits, self.model),

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lgrpo.checks import check_count
 from lgrpo.functional import TopLogprobs
 from lgrpo.policy import CausalPolicy
-from lgrpo.policy.forward import is_packed, logits, predicting_states
+from lgrpo.policy.forward import logits, predicting_states
 from lgrpo.run.resume import vocabulary_fingerprint
 from lgrpo.teachers.base import Teacher
 
@@ -74,7 +74,7 @@ class FrozenTeacher(Teacher):
         policy = self._policy
         self._check_length(tokens.shape[1], policy.context_length)
         with torch.autocast(tokens.device.type, enabled=False):  # its own data type, whatever the trainer's precision
-            hidden = predicting_states(policy.model, tokens, completion_mask, is_packed(policy.attention))
+            hidden = predicting_states(policy.model, tokens, completion_mask, policy.is_packed)
             parts = [
                 TopLogprobs.of(logits(policy.model, part)[:, :vocabulary], top_k, temperature).tensors()
                 for part in hidden.split(self.chunk_size)

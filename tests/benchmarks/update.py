@@ -97,6 +97,8 @@ ROWS: dict[str, Row] = {
     "0.5b": Row(shape=SHAPES["0.5b"]),
     "135m, group": GROUP,
     "135m, group, shared prompt": replace(GROUP, share_prompts=True),
+    "135m, 4 micro-batches": replace(GROUP, sequences=4, group=4, micro_batches=4),
+    **{f"1.5b, {n} micro-batches": Row(shape=SHAPES["1.5b"], sequences=224 // n, micro_batches=n) for n in (28, 7)},
     "1.5b, groups": GROUPS,
     "1.5b, groups, shared prompts": replace(GROUPS, share_prompts=True),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import lightning as L
 import pytest
@@ -11,20 +12,28 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
-from lgrpo.data.late import TokenBudget
-from lgrpo.data.prepare import num_micro_batches
+from lgrpo.advantages import LeastVariance
+from lgrpo.data.micro_batches import TokenBudget, fewest_parts, num_micro_batches
+from lgrpo.engines import Sampling
+from lgrpo.losses import ComposedLoss, Importance, SecondMoment
+from lgrpo.policy import EffectiveSampleSize
 from lgrpo.policy.memory import activation_bytes, check_token_budget, logit_bytes
 from lgrpo.rewards import NOT_YET
 from lgrpo.tasks import SortDigits
-from tests.benchmarks.workload import SHAPES
-from tests.helpers import LowDigits, a_batch, fit, largest_difference
+from tests.benchmarks.workload import SHAPES, lengths
+from tests.helpers import LowDigits, a_batch, build, fit, largest_difference, tiny_policy
 
 
 class Sizes(L.Callback):
-    """Records the tokens of every micro-batch."""
+    """Records the tokens of every micro-batch, 0 for empty ones."""
 
     def __init__(self):
         self.sizes: list[int] = []
+        self.read: list[int] = []
+        """Rows of the calls of the policy."""
+
+    def on_train_start(self, trainer, pl_module):
+        pl_module.policy.register_forward_pre_hook(lambda policy, args: self.read.append(len(args[0])))
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.sizes.append(int(batch.num_read.sum()))
@@ -60,14 +69,78 @@ def test_contexts_of_episodes_count(budget, share_prompts):
     assert [int(piece.num_read.sum()) for piece in pieces] == [30] * 4
 
 
-def test_a_run_respects_the_budget_and_its_gradient_is_the_same():
-    whole = fit(rollouts=2)
-    run = fit(rollouts=2, data={"micro_batch_tokens": 30}, callbacks=[seen := Sizes()])
-    longest = run.data.train_prompts.longest + 6
-    assert run.trainer.accumulate_grad_batches == -(-16 // (30 // longest)) > 1
-    assert len(seen.sizes) == 2 * run.trainer.accumulate_grad_batches
-    assert max(seen.sizes) <= 30
+@pytest.mark.parametrize("budget", [12, 25, 60, 500])
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_as_few_micro_batches_as_the_lengths_need(budget, share_prompts):
+    for seed in range(40):
+        batch = a_batch(size=24, seed=seed)
+        batch.loss_mask[seed % 24 :] = False
+        most = num_micro_batches(len(batch), 10, budget)
+        limit = TokenBudget(max_tokens=budget, num_micro_batches=most, num_rows=24)
+        number = fewest_parts(batch, limit, share_prompts)
+        assert 1 <= number <= most
+        assert max(part.size for part in batch.parts(number, share_prompts)) <= budget
+        if number > 1:
+            assert max(part.size for part in batch.parts(number - 1, share_prompts)) > budget
+
+
+def test_lengths_of_the_benchmark_fill_a_third_of_the_worst_case():
+    """The example of ``tutorials/pages/speed.md``."""
+    sizes = torch.tensor([100 + tokens for tokens in lengths("realistic", 448, 0, 256, 1024)])
+    batch = a_batch(size=448, width=1124)
+    batch.attention_mask = torch.arange(1124) < sizes[:, None]
+    batch.completion_mask = batch.loss_mask = batch.attention_mask & (torch.arange(1124) >= 100)
+    budget = TokenBudget(max_tokens=20480, num_micro_batches=num_micro_batches(448, 1124, 20480), num_rows=448)
+    assert (budget.num_micro_batches, fewest_parts(batch, budget, False)) == (25, 8)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several passes, with a limit on lag": {"v": 3, "i": 3, "data": {"max_lag": 3}},
+    "log-probabilities of the policy": {"data": {"behaviour_logprobs": "policy"}},
+    "advantages that read log-probabilities": {"v": 2, "data": {"advantage": LeastVariance()}},
+    "a loss that surveys the step": {"v": 2, "loss": ComposedLoss(gate=SecondMoment(1e-4), weight=Importance())},
+    "a rule for the step": {"v": 2, "step_rule": EffectiveSampleSize()},
+    "clipping": {"trainer": {"gradient_clip_val": 0.01}},
+}
+
+
+def fit_with_rule(step_rule=None, **settings):
+    data = {"sampling": Sampling(max_tokens=16)} | settings.pop("data", {})
+    run = build(rollouts=4, learning_rate=0.1, data=data, **settings)
+    run.module.step_rule = step_rule
+    run.trainer.fit(run.module, datamodule=run.data)
+    return run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_respects_the_budget_and_its_steps_are_the_same(name):
+    whole = fit_with_rule(**RUNS[name])
+    settings = RUNS[name] | {"data": RUNS[name].get("data", {}) | {"micro_batch_tokens": 60}}
+    run = fit_with_rule(callbacks=[seen := Sizes()], **settings)
+    longest = run.data.train_prompts.longest + 16
+    number = run.trainer.accumulate_grad_batches
+    assert number == -(-16 // (60 // longest)) > 1
+    assert len(seen.sizes) == run.trainer.global_step * number
+    steps = [seen.sizes[start : start + number] for start in range(0, len(seen.sizes), number)]
+    assert any(0 in sizes for sizes in steps)
+    for sizes in steps:
+        num_empty = sizes.count(0)
+        assert sizes[:num_empty] == [0] * num_empty, "the last one has rows: then gradients are reduced"
+        assert max(sizes) <= 60
+    assert min(seen.read) > 0, "empty ones are not computed"
     assert largest_difference(run.weights, whole.weights) < 1e-6
+    for ours, theirs in zip(run.logged, whole.logged, strict=True):
+        for metric in ("train/loss", "train/grad_norm", "train/kl_behaviour", "train/step_skipped"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=1e-6), metric
+
+
+def test_padded_rows_fill_as_many_micro_batches_as_the_longest_would():
+    """Together, rows of different lengths would take more memory than their tokens do."""
+    policy = tiny_policy(attention="sdpa")
+    run = fit(rollouts=2, policy=policy, data={"micro_batch_tokens": 40}, callbacks=[seen := Sizes()])
+    assert len(seen.read) == 2 * run.trainer.accumulate_grad_batches
+    assert min(seen.sizes) > 0
 
 
 class DownAtFirst(LowDigits):

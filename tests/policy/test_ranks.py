@@ -28,10 +28,13 @@ def test_fast_settings_on_two_ranks(tmp_path, kind):
     """Packed rows, compiled layers, a pool and micro-batches by tokens give the plain run's tokens and steps."""
     command = [sys.executable, "-m", "tests.processes.two_fast", kind, str(tmp_path)]
     subprocess.run(command, check=True, timeout=600, cwd=Path(__file__).parents[2], capture_output=True)
+    empty = []
     for rank in (0, 1):
         plain, fast = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("plain", "fast"))
         assert (plain["graphs"], fast["graphs"] > 0) == (0, True)
         assert (plain["micro_batches"], fast["micro_batches"]) == (4, 4)
+        assert min(plain["rows"]) > 0
+        empty.append([count == 0 for count in fast["rows"]])
         assert fast["io"] == ("BackgroundCheckpointIO" if kind == "ddp" else "AtomicCheckpointIO")
         assert len(fast["tokens"]) == len(plain["tokens"]) == 4
         assert all(map(torch.equal, fast["tokens"], plain["tokens"]))
@@ -39,6 +42,8 @@ def test_fast_settings_on_two_ranks(tmp_path, kind):
             expected = [row[name] for row in plain["logged"]]
             assert [row[name] for row in fast["logged"]] == pytest.approx(expected, rel=1e-5, abs=1e-6), name
         assert largest_difference(fast["weights"], plain["weights"]) < 1e-6
+    assert any(empty[0]), "the lengths need all micro-batches"
+    assert empty[0] == empty[1], "the ranks must gather weights in the same micro-batches"
 
 
 def test_a_layer_is_one_graph_under_ddp(monkeypatch):

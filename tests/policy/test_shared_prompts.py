@@ -164,8 +164,9 @@ def test_a_run_is_the_same(name):
         pieces = Pieces()
         runs.append(fit(policy=policy, rollouts=4, learning_rate=0.1, data=data, callbacks=[pieces], **settings))
         assert policy.share_prompts == share_prompts
-        consecutive = all(max(rows) - min(rows) == len(rows) - 1 for rows in pieces.rows)
-        assert consecutive == (share_prompts or runs[-1].trainer.accumulate_grad_batches == 1)
+        filled = [rows for rows in pieces.rows if rows]
+        consecutive = all(max(rows) - min(rows) == len(rows) - 1 for rows in filled)
+        assert consecutive == (share_prompts or all(len(rows) == 16 for rows in filled))
     own, shared = runs
     for ours, theirs in zip(shared.recorder.rollouts, own.recorder.rollouts, strict=True):
         assert torch.equal(ours.tokens, theirs.tokens)
@@ -190,10 +191,37 @@ def test_episodes_with_dropped_observations(tmp_path):
 def test_parts_are_the_best(sizes, data):
     """No other cut has a smaller largest part."""
     number = data.draw(st.integers(1, len(sizes)))
-    parts = consecutive_parts(sizes, number)
-    assert [row for part in parts for row in part] == list(range(len(sizes)))
+    prompts, repeated = [0] * len(sizes), [0] * len(sizes)
+    for row in range(1, len(sizes)):
+        is_sibling = data.draw(st.booleans())
+        prompts[row] = prompts[row - 1] if is_sibling else data.draw(st.integers(0, 9))
+        repeated[row] = prompts[row] if is_sibling else 0
+    sizes = [size + prompt for size, prompt in zip(sizes, prompts, strict=True)]
+    parts = consecutive_parts(sizes, number, repeated)
+    assert [row for part in parts for row in part.rows] == list(range(len(sizes)))
     assert len(parts) == number
-    assert all(parts)
+    assert all(part.rows for part in parts)
+
+    def size_of(start, end):
+        return sum(sizes[start:end]) - sum(repeated[start + 1 : end])
+
+    assert [part.size for part in parts] == [size_of(part.rows[0], part.rows[-1] + 1) for part in parts]
     cuts = [(0, *inner, len(sizes)) for inner in combinations(range(1, len(sizes)), number - 1)]
-    best = min(max(sum(sizes[start:end]) for start, end in pairwise(cut)) for cut in cuts)
-    assert max(sum(sizes[row] for row in part) for part in parts) == best
+    best = min(max(size_of(start, end) for start, end in pairwise(cut)) for cut in cuts)
+    assert max(part.size for part in parts) == best
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_the_size_of_a_part_is_what_the_model_reads(share_prompts):
+    """But for the last token of a row, which predicts none."""
+    run = fit(rollouts=1, data={"task": SortDigits(num_digits=3, num_held_out=4, reward=LowDigits())})
+    policy, batch, sizes = run.module.policy, run.recorder.rollouts[0], []
+    policy.share_prompts = share_prompts
+    policy.model.base_model.register_forward_pre_hook(
+        lambda model, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    for piece, part in zip(batch.split(3, share_prompts), batch.parts(3, share_prompts), strict=True):
+        assert piece.rows.tolist() == part.rows
+        with torch.no_grad():
+            read_in_context(policy, piece)
+        assert sizes[-1] == part.size - len(piece)

@@ -2,7 +2,7 @@
 
 KIND is ddp, fsdp2 or fsdp2-whole (``policy.reshard: false``). The first run has padded rows, layers that are not
 compiled, an engine in process and a fixed number of micro-batches. The second has packed rows, compiled layers, an
-engine pool, micro-batches by tokens and checkpoints in the background. Rank R writes ``FOLDER/plain-R.pt`` and
+engine pool, micro-batches by tokens, some of them empty, and checkpoints in the background. Rank R writes ``FOLDER/plain-R.pt`` and
 ``FOLDER/fast-R.pt``.
 """
 
@@ -12,14 +12,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
-from lgrpo import ClippedLoss, TransformersEngine
+from lgrpo import ClippedLoss, Sampling, TransformersEngine
 from lgrpo.callbacks import ExactResume
 from lgrpo.engines import EnginePool
 from tests.helpers import Run, build, tiny_policy
+
+
+class Rows(L.Callback):
+    """Records the number of rows of every micro-batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.counts.append(len(batch))
 
 
 def strategy(kind: str) -> Strategy:
@@ -28,16 +39,16 @@ def strategy(kind: str) -> Strategy:
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
 
 
-def make(kind: str, folder: Path, fast: bool) -> Run:
+def make(kind: str, folder: Path, fast: bool, rows: Rows) -> Run:
     whole = {"reshard": False} if kind == "fsdp2-whole" else {}
-    data: dict[str, Any] = {"engine": TransformersEngine()}
+    data: dict[str, Any] = {"engine": TransformersEngine(), "sampling": Sampling(max_tokens=16)}
     trainer: dict[str, Any] = {"accumulate_grad_batches": 4}
     policy = tiny_policy(attention="sdpa", chunk_size=1000)
-    callbacks: list[Any] = [ExactResume(background=fast)]
+    callbacks: list[Any] = [ExactResume(background=fast), rows]
     if fast:
         policy = tiny_policy(compile=True, activation_memory=0.5, chunk_size=5, **whole)
         pool = EnginePool(TransformersEngine(), num_processes=1)
-        data = {"engine": pool, "generate_ahead": True, "micro_batch_tokens": 20}
+        data |= {"engine": pool, "generate_ahead": True, "micro_batch_tokens": 40}
         trainer = {"enable_checkpointing": True}
         callbacks.append(ModelCheckpoint(folder / "checkpoints", filename="{step}", every_n_train_steps=2))
     return build(
@@ -54,13 +65,14 @@ def make(kind: str, folder: Path, fast: bool) -> Run:
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
     for fast in (False, True):
-        run = make(kind, folder, fast)
+        run = make(kind, folder, fast, rows := Rows())
         run.trainer.fit(run.module, datamodule=run.data)
         state = {
             "weights": dict(run.module.policy_weights()),  # gathered on both ranks
             "tokens": [batch.tokens for batch in run.recorder.rollouts],
             "logged": run.logged,
             "micro_batches": run.trainer.accumulate_grad_batches,
+            "rows": rows.counts,
             "io": type(run.trainer.strategy.checkpoint_io).__name__,
             "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
