@@ -84,7 +84,7 @@ def plan_table(config: Namespace, with_memory: bool = True) -> str:
                 overlap += "; a sync interrupts sampling, which continues with the new weights (weight_sync.in_flight)"
             rows.append(("overlap", overlap))
         steps = _num_steps(config, micro_batches)
-        tokens = rows_each * longest * num_contexts
+        tokens = rows_each * longest * num_contexts if budget is None else budget
         rows += memory_rows(config, tokens, None if steps is None else -(-steps // reuse), num_ranks)
     if data.partial:
         extra = getattr(data.partial, "extra_prompts", None) or max(1, data.num_prompts // 4)

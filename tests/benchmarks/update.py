@@ -15,6 +15,7 @@ rows that differ only in memory settings or in shared prompts must have the same
     python -m tests.benchmarks.update                                     # on a GPU, all rows
     python -m tests.benchmarks.update --rows "1.5b" "1.5b, budget 0.4"    # some rows
     python -m tests.benchmarks.update --rows "1.5b, groups" "1.5b, groups, shared prompts"
+    python -m tests.benchmarks.update --rows "1.5b, 28 micro-batches" "1.5b, 7 micro-batches"
     python -m tests.benchmarks.update --rows "135m, group" "135m, group, shared prompt"    # on a CPU
     python -m tests.benchmarks.update --shape tiny                        # a small model and short rows, on a CPU too
 """

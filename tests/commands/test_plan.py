@@ -304,6 +304,7 @@ def test_contexts_of_episodes(capsys):
     assert "contexts" not in one["rollout"]
     assert "at least 13 in each step" in one["micro-batches"]  # 128 completions, 10 of 200 tokens in each
     assert "at least 43 in each step" in three["micro-batches"]  # 3 of 600 tokens
-    plain, longer = (rows_of(*options)["memory, in a step"] for options in ([], several))
-    gib = [float(text.split("activations ")[1].split()[0]) for text in (plain, longer)]
-    assert gib[1] == pytest.approx(3 * gib[0], rel=0.01)
+    rows = [rows_of(*options)["memory, in a step"] for options in ([], several, budget, [*several, *budget])]
+    plain, longer, *filled = (float(text.split("activations ")[1].split()[0]) for text in rows)
+    assert longer == pytest.approx(3 * plain, rel=0.01)
+    assert filled[0] == filled[1], "lengths may fill micro-batches up to the limit"

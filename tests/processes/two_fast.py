@@ -2,8 +2,8 @@
 
 KIND is ddp, fsdp2 or fsdp2-whole (``policy.reshard: false``). The first run has padded rows, layers that are not
 compiled, an engine in process and a fixed number of micro-batches. The second has packed rows, compiled layers, an
-engine pool, micro-batches by tokens, some of them empty, and checkpoints in the background. Rank R writes ``FOLDER/plain-R.pt`` and
-``FOLDER/fast-R.pt``.
+engine pool, micro-batches by tokens, some of them empty, and checkpoints in the background. Rank R writes
+``FOLDER/plain-R.pt`` and ``FOLDER/fast-R.pt``.
 """
 
 from __future__ import annotations
