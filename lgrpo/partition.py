@@ -36,8 +36,8 @@ def consecutive_parts(sizes: Sequence[int], number: int, repeated: Sequence[int]
     Args:
         sizes: Size of each row.
         number: Number of parts.
-        repeated: Size of each row's prompt if the row before it has the same one, else 0. It counts only if a part
-            begins with the row.
+        repeated: Size of each row's prompt if the row before it has the same one, else 0. It is counted only
+            for a row that begins a part.
 
     >>> consecutive_parts([3, 3, 2, 2, 2, 2], 2)
     [Part(rows=[0, 1, 2], size=8), Part(rows=[3, 4, 5], size=6)]

@@ -363,7 +363,7 @@ class RolloutBatch:
         lengths = torch.where(sampled.any(1), sampled.int().argmax(1), 0)
         positions = self.positions[rows]
         is_sibling = (positions[1:] == positions[:-1]) & (lengths[1:] == lengths[:-1])
-        return torch.cat([lengths[:1] * 0, lengths[1:] * is_sibling])
+        return torch.cat([lengths.new_zeros(1), lengths[1:] * is_sibling])
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and tensors only, so that a checkpoint loads with ``weights_only=True``."""

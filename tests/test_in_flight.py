@@ -47,7 +47,7 @@ class WaitsForSyncs(TransformersEngine):
         self._steps += 1
         if self._steps == 3 and self._waits:
             self.is_waiting.set()
-            for _ in range(3000):
+            for _ in range(12000):
                 if self._current.is_stopped:
                     break
                 time.sleep(0.01)
@@ -62,7 +62,7 @@ class SyncsInTheMiddle(RolloutCallback):
         data = trainer.datamodule
         engine = data.engine
         if isinstance(engine, WaitsForSyncs) and engine.waits_in(rollout - data.lead):
-            assert engine.is_waiting.wait(30)
+            assert engine.is_waiting.wait(120)
             engine.is_waiting.clear()
 
 

@@ -14,7 +14,7 @@ from lgrpo.types import RolloutBatch
 def log_ratios(trainer: L.Trainer, batch: RolloutBatch) -> Tensor:
     """Return log π_θ/π_α [B, T] of a rollout, with the current π_θ; 0 outside the completions.
 
-    The forward pass runs in as many pieces as an optimizer step has micro-batches.
+    The forward pass runs in ``trainer.accumulate_grad_batches`` pieces.
     """
     policy, ratios = policy_owner(trainer), torch.zeros_like(batch.behaviour_logprobs)
     for rows in torch.arange(len(batch)).chunk(trainer.accumulate_grad_batches):

@@ -143,7 +143,7 @@ def _micro_batches(number: int, ranks: str, rows_each: float, budget: int | None
         return f"{number} in each step on {ranks}, about {rows_each:g} completions each"
     return (
         f"at least {number} in each step on {ranks}, of {budget:,} tokens at most (more if prompts are longer); those "
-        "that shorter completions do not need are empty"
+        "that shorter completions do not need are empty if rows are packed"
     )
 
 

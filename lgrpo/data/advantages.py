@@ -84,7 +84,8 @@ def _checked(advantage: Advantage, scores: Scores, shape: torch.Size) -> Tensor:
 def _log_ratios(batch: RolloutBatch, advantage: Advantage, trainer: L.Trainer, budget: TokenBudget | None) -> Tensor:
     """Return log π_k/π_α of each completion [B], with π_k the policy before this rollout's updates."""
     found = torch.zeros(len(batch), dtype=torch.float64)
-    for piece in micro_batches(replace(batch, loss_mask=batch.completion_mask), trainer, budget):
+    is_read = batch.completion_mask & batch.is_known[:, None]
+    for piece in micro_batches(replace(batch, loss_mask=is_read), trainer, budget):
         log_ratio = policy_owner(trainer).policy_logprobs(piece) - piece.behaviour_logprobs
         found[piece.rows] = completion_log_ratio(log_ratio, piece.completion_mask)
     if bool(found.isnan().any()):

@@ -76,8 +76,11 @@ class RolloutBuffer:
         self.rollout, self._late = batch, late
         self.micro_batches = micro_batches(batch, self._trainer, self._prepare.budget)
         num_left = self._trainer.accumulate_grad_batches - len(self.micro_batches)
+        empty = [batch.empty() for _ in range(num_left)]
         # the optimizer steps, and gradients are reduced over ranks, after the last micro-batch: it has rows
-        self._step_batches = [batch.empty() for _ in range(num_left)] + self.micro_batches
+        self._step_batches = empty + self.micro_batches
+        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]  # it ends after the first
+            self._step_batches = self.micro_batches + empty
 
     def rollout_state(self) -> dict[str, Any]:
         """Return this rank's current rollout, late groups and curriculum, for the data module's checkpoint."""

@@ -2,7 +2,7 @@
 
 Lightning accumulates gradients over a constant number of micro-batches, ``trainer.accumulate_grad_batches``. With
 ``data.micro_batch_tokens`` it is the number that completions of the largest length would need. Shorter ones fill fewer
-micro-batches; those left over are empty, on all ranks, and cost nothing.
+micro-batches; those left over are empty, on all ranks, and nothing is computed for them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def micro_batches(batch: RolloutBatch, trainer: L.Trainer, budget: TokenBudget |
 
 
 def fewest_parts(batch: RolloutBatch, budget: TokenBudget, share_prompts: bool) -> int:
-    """Return the smallest number of micro-batches of which none has more tokens than the budget."""
+    """Return the smallest number of pieces for which ``RolloutBatch.split`` exceeds the budget in none."""
     number = 1
     while number < budget.num_micro_batches:
         sizes = [part.size for part in batch.parts(number, share_prompts)]

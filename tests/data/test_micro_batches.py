@@ -135,6 +135,13 @@ def test_a_run_respects_the_budget_and_its_steps_are_the_same(name):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=1e-6), metric
 
 
+def test_a_development_run_trains_on_rows():
+    """It ends after one micro-batch."""
+    run = fit(trainer={"fast_dev_run": True}, data={"micro_batch_tokens": 60, "sampling": Sampling(max_tokens=16)})
+    assert run.trainer.accumulate_grad_batches > len(run.data.micro_batches)
+    assert run.recorder.gradients[0]
+
+
 def test_padded_rows_fill_as_many_micro_batches_as_the_longest_would():
     """Together, rows of different lengths would take more memory than their tokens do."""
     policy = tiny_policy(attention="sdpa")
