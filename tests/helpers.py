@@ -58,6 +58,8 @@ class Recorder(RolloutCallback):
         self.rollouts: list[RolloutBatch] = []
         self.started: list[tuple[int, int]] = []
         self.lags: list[Any] = []
+        self.num_rows: list[int] = []
+        """Rows of each micro-batch."""
         self.gradients: list[dict[str, Tensor]] = []
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule, rollout: int) -> None:
@@ -67,6 +69,7 @@ class Recorder(RolloutCallback):
         self.rollouts.append(batch)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
+        self.num_rows.append(len(batch))
         if batch_idx % trainer.accumulate_grad_batches == 0:
             rollout = trainer.datamodule.rollout  # type: ignore[attr-defined]
             lags = sorted(set(rollout.lag(trainer.global_step).int().tolist()))

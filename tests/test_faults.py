@@ -347,6 +347,7 @@ def test_a_policy_sharded_over_two_processes(tmp_path, kind):
         assert largest_difference(straight["weights"], end["weights"]) == 0, f"from step {step}"
     one = make(tmp_path / "one", None, saving=False)
     one.trainer.fit(one.module, datamodule=one.data)
+    assert 0 in straight["num_rows"]
     assert one.recorder.lags == straight["lags"]
     assert largest_difference(dict(one.module.policy_weights()), straight["weights"]) < 1e-3  # AdamW amplifies rounding
     assert largest_difference(dict(one.module.reference_weights()), straight["reference"]) < 1e-3

@@ -33,8 +33,8 @@ def test_fast_settings_on_two_ranks(tmp_path, kind):
         plain, fast = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("plain", "fast"))
         assert (plain["graphs"], fast["graphs"] > 0) == (0, True)
         assert (plain["micro_batches"], fast["micro_batches"]) == (4, 4)
-        assert min(plain["rows"]) > 0
-        empty.append([count == 0 for count in fast["rows"]])
+        assert min(plain["num_rows"]) > 0
+        empty.append([count == 0 for count in fast["num_rows"]])
         assert fast["io"] == ("BackgroundCheckpointIO" if kind == "ddp" else "AtomicCheckpointIO")
         assert len(fast["tokens"]) == len(plain["tokens"]) == 4
         assert all(map(torch.equal, fast["tokens"], plain["tokens"]))

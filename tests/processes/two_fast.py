@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -23,28 +22,18 @@ from lgrpo.engines import EnginePool
 from tests.helpers import Run, build, tiny_policy
 
 
-class Rows(L.Callback):
-    """Records the number of rows of every micro-batch."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.counts.append(len(batch))
-
-
 def strategy(kind: str) -> Strategy:
     if kind == "ddp":  # buckets smaller than a layer
         return DDPStrategy(process_group_backend="gloo", bucket_cap_mb=0.01, gradient_as_bucket_view=True)
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
 
 
-def make(kind: str, folder: Path, fast: bool, rows: Rows) -> Run:
+def make(kind: str, folder: Path, fast: bool) -> Run:
     whole = {"reshard": False} if kind == "fsdp2-whole" else {}
     data: dict[str, Any] = {"engine": TransformersEngine(), "sampling": Sampling(max_tokens=16)}
     trainer: dict[str, Any] = {"accumulate_grad_batches": 4}
     policy = tiny_policy(attention="sdpa", chunk_size=1000)
-    callbacks: list[Any] = [ExactResume(background=fast), rows]
+    callbacks: list[Any] = [ExactResume(background=fast)]
     if fast:
         policy = tiny_policy(compile=True, activation_memory=0.5, chunk_size=5, **whole)
         pool = EnginePool(TransformersEngine(), num_processes=1)
@@ -65,14 +54,14 @@ def make(kind: str, folder: Path, fast: bool, rows: Rows) -> Run:
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
     for fast in (False, True):
-        run = make(kind, folder, fast, rows := Rows())
+        run = make(kind, folder, fast)
         run.trainer.fit(run.module, datamodule=run.data)
         state = {
             "weights": dict(run.module.policy_weights()),  # gathered on both ranks
             "tokens": [batch.tokens for batch in run.recorder.rollouts],
             "logged": run.logged,
             "micro_batches": run.trainer.accumulate_grad_batches,
-            "rows": rows.counts,
+            "num_rows": run.recorder.num_rows,
             "io": type(run.trainer.strategy.checkpoint_io).__name__,
             "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }

@@ -73,7 +73,8 @@ def make(folder: Path, kind: str | None, saving: bool) -> Run:
         optimizer=torch.optim.AdamW,
         learning_rate=0.02,
         callbacks=callbacks,
-        trainer=trainer | {"accumulate_grad_batches": 2, "enable_checkpointing": saving},
+        data={"sampling": Sampling(max_tokens=16), "micro_batch_tokens": 40},  # some micro-batches are empty
+        trainer=trainer | {"enable_checkpointing": saving},
     )
 
 
@@ -95,7 +96,7 @@ def train(run: Run, checkpoint: Path | None, out: Path) -> None:
         state["reference"] = dict(run.module.reference_weights())
     if run.trainer.is_global_zero:
         seen = {"lags": run.recorder.lags, "steps": run.trainer.global_step, "logged": run.logged}
-        torch.save(state | seen, out)
+        torch.save(state | seen | {"num_rows": run.recorder.num_rows}, out)
 
 
 def main() -> None:
