@@ -63,7 +63,7 @@ test: lint
 test-all: test docs slow-tests
 
 slow-tests: setup
-	@$(PYTEST) -m slow
+	@$(PYTEST) -m slow --durations 25
 
 chaos: setup
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.stress.chaos $(CHAOS)
