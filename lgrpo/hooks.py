@@ -126,7 +126,7 @@ class RolloutCallback(L.Callback):
     hooks call ``pl_module.add_metric(name, value)``: ``self.log`` works in Lightning's hooks only.
 
     Lightning's ``on_train_batch_start`` and ``on_train_batch_end`` run for each micro-batch. With
-    ``data.micro_batch_tokens`` the first ones of a step may have no rows; the last one has, but in a development run.
+    ``data.micro_batch_tokens`` the first ones of a step may have no rows; in a development run these are the last.
     """
 
     order: int = 2

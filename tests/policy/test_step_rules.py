@@ -198,6 +198,21 @@ class TestGradientProjection:
             GRPOModule(tiny_policy(), step_rule=[EffectiveSampleSize(), GradientProjection()])
 
 
+def kept_ratios(pieces=1, **data):
+    """Return the log-ratios that an advantage sees in each of two rollouts sampled from the same weights."""
+    seen = []
+
+    class Kept(ComposedAdvantage):
+        needs_log_ratios = True
+
+        def __call__(self, scores):
+            seen.append(scores.log_ratios)
+            return super().__call__(scores)
+
+    fit(rollouts=2, v=2, data={"advantage": Kept(), **data}, trainer={"accumulate_grad_batches": pieces})
+    return seen
+
+
 class TestLeastVariance:
     def test_formula(self):
         own = scores([1.0, 0.0, 0.5, 0.0, 0.25, 1.0, 1.0, 0.0])
@@ -215,20 +230,14 @@ class TestLeastVariance:
         assert torch.allclose(LeastVariance(NoScale())(own), LengthWeighted()(own))
 
     def test_ratios_are_those_of_the_policy_before_the_updates(self):
-        seen = []
-
-        class Kept(ComposedAdvantage):
-            needs_log_ratios = True
-
-            def __call__(self, scores):
-                seen.append(scores.log_ratios)
-                return super().__call__(scores)
-
-        for pieces in (1, 4):
-            fit(rollouts=2, v=2, data={"advantage": Kept()}, trainer={"accumulate_grad_batches": pieces})
+        seen = kept_ratios()
         assert seen[0].abs().max() < 1e-4  # the policy is still the one that sampled
         assert seen[1].abs().max() > 1e-3
-        assert torch.allclose(seen[1], seen[3], atol=1e-5)
+        assert torch.allclose(seen[1], kept_ratios(pieces=4)[1], atol=1e-5)
+
+    def test_completions_that_are_in_no_loss_have_ratios(self):
+        """Those of rollout 1 are older than max_lag, and still compared with their siblings."""
+        assert torch.equal(kept_ratios(max_lag=0)[1], kept_ratios()[1])
 
     def test_wrapped_advantages_pass_the_need_on(self):
         assert SignedZeroVariance(LeastVariance()).needs_log_ratios
