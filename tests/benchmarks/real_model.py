@@ -49,6 +49,7 @@ SETTINGS = {
     "data.evaluation.sampling.temperature": 1.0,
     "data.evaluation.sampling.max_tokens": 320,
     "model.optimizer.init_args.lr": 3e-6,
+    "model.policy.share_prompts": "false",  # as in the first rows, so that seconds compare
     "reference_refresh": "null",
     "validate_every": "lgrpo.ValidateEvery",
     "validate_every.rollouts": 10,

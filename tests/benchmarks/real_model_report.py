@@ -10,6 +10,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ leave as much. Means over seeds, with the standard error of the problems.
 TOOL_TITLE, TEACHER_TITLE = "A Python tool", "A teacher instead of rewards"
 EXPLANATIONS = {
     TOOL_TITLE: """With `configs/python_tool.yaml`: the model may write programs, and sees what they print. Everything
-else is as at v = 1, but for an episode's limit of 448 tokens, observations included.""",
+else is as at v = 1, but for an episode's limit of 448 tokens, observations included. *Turns* are those of an episode in
+the first and in the last rollout, *tools* is the share of generation in which every episode waited for a program.""",
     TEACHER_TITLE: """With `configs/distil.yaml`: the teacher is the final policy of v = 1 with the same seed, the
 student the model before training. The loss is the reverse KL on the student's own completions; rewards are only
 logged.""",
@@ -170,7 +172,7 @@ def step_seconds(row: dict[str, Any]) -> list[float]:
 
     Compiling, in the first steps of a process, is left out: more than twice the median counts as the median.
     """
-    if row.get("workers") != 1 or "other_load" in row:
+    if row.get("workers") != 1 or row.get("other_load"):
         return []
     found = row.get("step_seconds")
     if found is None:
@@ -293,16 +295,38 @@ def curves(arms: Arms) -> str:
     steps = [step for step, _ in next(iter(chosen.values()))[0]["pass@1"]] if seeds else []
     if not steps:
         return ""
-    titles = [f"step {step}" for step in steps]
-    lines = [f"| seeds {', '.join(map(str, sorted(seeds)))} | {' | '.join(titles)} | KL to the teacher | tools |"]
-    lines.append("|---|" + "---:|" * (len(steps) + 2))
-    for arm, rows in chosen.items():
-        cells = [f"{statistics.fmean(dict(row['pass@1'])[step] for row in rows):.3f}" for step in steps]
-        kl = [[row["kl_teacher"][end] for row in rows if "kl_teacher" in row] for end in (0, -1)]
-        cells.append(" to ".join(f"{statistics.fmean(values):.2g}" for values in kl) if kl[0] else "")
-        cells.append(tool_share(rows))
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    columns = {
+        **{f"step {step}": partial(pass_at, step=step) for step in steps},
+        "KL to the teacher": partial(first_and_last, name="kl_teacher"),
+        "turns": partial(first_and_last, name="turns"),
+        "tools": tool_share,
+        "s/step beside other processes": loaded_seconds,
+    }
+    cells = {title: [column(rows) for rows in chosen.values()] for title, column in columns.items()}
+    cells = {title: texts for title, texts in cells.items() if any(texts)}
+    lines = [f"| seeds {', '.join(map(str, sorted(seeds)))} | {' | '.join(cells)} |", "|---|" + "---:|" * len(cells)]
+    lines += [f"| {' | '.join(line)} |" for line in zip(chosen, *cells.values(), strict=True)]
     return "\n".join(lines)
+
+
+def pass_at(rows: Rows, step: int) -> str:
+    """Return the mean pass@1 after an optimizer step."""
+    return f"{statistics.fmean(dict(row['pass@1'])[step] for row in rows):.3f}"
+
+
+def first_and_last(rows: Rows, name: str) -> str:
+    """Return the means of a metric in the first and the last rollout; empty if the runs have none."""
+    found = [row[name] for row in rows if name in row]
+    return " to ".join(f"{statistics.fmean(values[end] for values in found):.2g}" for end in (0, -1)) if found else ""
+
+
+def loaded_seconds(rows: Rows) -> str:
+    """Return the median time of a rollout and its update of runs beside other processes; empty if there are none."""
+    alone = [
+        {name: value for name, value in row.items() if name != "other_load"} for row in rows if "other_load" in row
+    ]
+    found = [value for row in alone for value in step_seconds(row)]
+    return f"{statistics.median(found):.1f}" if found else ""
 
 
 def tool_share(rows: Rows) -> str:

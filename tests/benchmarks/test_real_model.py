@@ -36,6 +36,17 @@ def test_differences_are_paired_by_seed(tmp_path, monkeypatch):
     assert report.difference(found["v=1"], found["v=1"]) == ""
 
 
+def test_curves_have_a_column_for_each_metric_that_some_arm_has():
+    shared = {"workers": 1, "seed": 0, "update_seconds": [2.0, 2.0]}
+    plain = shared | {"pass@1": [[0, 0.4], [2, 0.6]], "generate_seconds": [1.0, 1.0]}
+    tool = shared | {"pass@1": [[0, 0.3], [2, 0.5]], "generate_seconds": [4.0, 6.0]}
+    tool |= {"turns": [1.92, 1.04], "environment_seconds": [1.5, 0.5], "other_load": "a league"}
+    title, _, first, second = report.curves({"v=1": [plain], "tool": [tool, tool | {"seed": 1}]}).splitlines()
+    assert title == "| seeds 0 | step 0 | step 2 | turns | tools | s/step beside other processes |"
+    assert first == "| v=1 | 0.400 | 0.600 |  |  |  |"
+    assert second == "| tool | 0.300 | 0.500 | 1.9 to 1 | 20% of sampling | 7.0 |"
+
+
 def options(folder, **changes):
     """Return the options of the command."""
     given = {"folder": folder / "runs", "rows": folder / "rows.jsonl", "arms": ["v=1", "v=10"], "seeds": [0, 1]}
