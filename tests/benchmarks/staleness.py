@@ -311,9 +311,7 @@ def unknown(arms: Arms) -> str:
             "at a rate that suits another. A larger rate may make up for a tight clip."
         )
     if not any("math500" in row for rows in arms.values() for row in rows):
-        lines.append(
-            "- How much of the gain is reasoning: no row has scores with longer completions or on MATH-500 yet."
-        )
+        lines.append("- How much of the gain is reasoning: no row has scores on MATH-500 yet.")
     first = arms[BASELINE][0]
     lines.append(
         f"- Other models, tasks and lengths of training: one model of 1.5B, one task, {first['pass@1'][-1][0]} steps. "
