@@ -80,14 +80,14 @@ def warm(tmp_path_factory):
 @pytest.mark.slow("trains each method")
 def test_steps_on_the_demonstration(method, warm, tmp_path):
     overlay = f"--config={CONFIGS / 'algorithms' / method}.yaml"
-    options = ("--weight_sync.period=5", "--data.num_rollouts=12", "--trainer.callbacks=[]")
+    options = ("--weight_sync.period=3", "--data.num_rollouts=8", "--trainer.callbacks=[]")
     cli = demonstration(tmp_path, overlay, *options)
     logged = Logged()
     cli.trainer.callbacks.append(logged)
     cli.model.policy.build()
     cli.model.policy.load_state_dict(warm)
     cli.trainer.fit(cli.model, cli.datamodule)
-    assert [row["train/lag"] for row in logged.rows] == [k % 5 for k in range(12)]
+    assert [row["train/lag"] for row in logged.rows] == [k % 3 for k in range(8)]
     assert all(math.isfinite(row["train/loss"]) for row in logged.rows)
     moved = [p for name, p in cli.model.policy.state_dict().items() if not torch.equal(p, warm[name])]
     assert moved
