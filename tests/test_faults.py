@@ -60,6 +60,15 @@ SMALL = [
     "--data.evaluation.num_samples=2",
     "--trainer.num_sanity_val_steps=0",
 ]
+SHORT = [*SMALL, "--trainer.enable_progress_bar=false", "--data.num_rollouts=2"]
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """Return the folder of a run of two steps. Tests change a copy of it."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    main(["fit", *SHORT, f"--run={folder}"])
+    return folder
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.slow("starts eight attempts at a run"))])
@@ -307,17 +316,15 @@ class TestDamage:
 
     @pytest.mark.parametrize("command", ["fit", "validate", "test", "test --checkpoints"])
     @pytest.mark.slow("starts several commands")
-    def test_a_changed_weight_is_refused_by_every_command(self, tmp_path, command):
-        run, copy = tmp_path / "run", tmp_path / "copy"
-        options = [*SMALL, "--trainer.enable_progress_bar=false", "--data.num_rollouts=2", "--trainer.max_epochs=1"]
-        main(["fit", *options, f"--run={run}"])
+    def test_a_changed_weight_is_refused_by_every_command(self, tmp_path, short_run, command):
+        run, copy = shutil.copytree(short_run, tmp_path / "run", symlinks=True), tmp_path / "copy"
         path = run / "checkpoints" / "step=2.ckpt"
         flip_a_bit_of_a_weight(path)
         (run / "checkpoints" / "last.ckpt").unlink()
         arguments = {
-            "fit": ["fit", *options, f"--run={copy}", f"--ckpt_path={path}"],
-            "validate": ["validate", *options, f"--ckpt_path={path}"],
-            "test": ["test", *options, f"--ckpt_path={path}"],
+            "fit": ["fit", *SHORT, f"--run={copy}", f"--ckpt_path={path}"],
+            "validate": ["validate", *SHORT, f"--ckpt_path={path}"],
+            "test": ["test", *SHORT, f"--ckpt_path={path}"],
             "test --checkpoints": ["test", f"--checkpoints={run}"],
         }
         with pytest.raises(ValueError, match=r"the checkpoint .*step=2\.ckpt is damaged"):
@@ -544,8 +551,7 @@ def test_a_logger_that_fails(tmp_path):
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight") / "run"
-    done = run_lgrpo(*SMALL, f"--run={folder}").wait(200)
-    assert done == 0
+    main(["fit", *SMALL, f"--run={folder}"])
     return folder
 
 
@@ -587,9 +593,7 @@ def test_a_signal_writes_a_checkpoint_and_sets_the_exit_code(tmp_path, straight,
     assert "nothing is lost" in output
     assert "Traceback" not in output
     assert until_all_ended(lambda stat: int(stat[0]) == process.pid)
-    process = run_lgrpo(*SMALL, f"--run={run}", "--ckpt_path=last")
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    main(["fit", *SMALL, f"--run={run}", "--ckpt_path=last"])
     assert_same_end(straight, run)
 
 
@@ -711,11 +715,9 @@ def test_a_checkpoint_executes_no_code(tmp_path):
     ids=["code of a model", "another model", "class"],
 )
 @pytest.mark.slow("starts the command for each case")
-def test_a_checkpoint_changes_no_setting(tmp_path, monkeypatch, command, setting):
+def test_a_checkpoint_changes_no_setting(tmp_path, short_run, monkeypatch, command, setting):
     """LightningCLI would merge the ``hyper_parameters`` of a checkpoint into the configuration."""
-    run, executed = tmp_path / "run", tmp_path / "executed"
-    options = [*SMALL, "--trainer.enable_progress_bar=false", "--data.num_rollouts=1", "--trainer.max_epochs=1"]
-    main(["fit", *options, f"--run={run}"])
+    run, executed = shutil.copytree(short_run, tmp_path / "run", symlinks=True), tmp_path / "executed"
     (tmp_path / "lgrpo_planted_module.py").write_text(f"open({str(executed)!r}, 'w')\nclass Loss: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     model = tmp_path / "model"
@@ -728,10 +730,10 @@ def test_a_checkpoint_changes_no_setting(tmp_path, monkeypatch, command, setting
     state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) | {"hyper_parameters": planted}
     torch.save(state, tmp_path / "planted.ckpt")
     resume = [f"--run={run}", "--trainer.max_epochs=2"] if command == "fit" else []
-    main([command, *options, *resume, f"--ckpt_path={tmp_path / 'planted.ckpt'}"])
+    main([command, *SHORT, *resume, f"--ckpt_path={tmp_path / 'planted.ckpt'}"])
     assert not executed.exists()
     if command == "fit":
-        assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
+        assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
 def test_signal_handlers_are_restored_after_a_fit():

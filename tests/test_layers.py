@@ -73,3 +73,9 @@ def test_the_package_works_without_vllm():
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == lgrpo.__version__
+
+
+def test_engines_do_not_import_lightning():
+    """Processes of engines need none of it, and start earlier."""
+    check = "import lgrpo.engines, sys; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

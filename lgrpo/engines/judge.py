@@ -19,7 +19,6 @@ from lgrpo.checks import check_count
 from lgrpo.engines.completions import Sampling
 from lgrpo.engines.special_text import HiddenText
 from lgrpo.engines.transformers import TransformersEngine
-from lgrpo.policy import CausalPolicy
 from lgrpo.rewards.judge import Answer, JudgeEngine, JudgeError, Messages
 from lgrpo.types import Prompt
 from lgrpo.weights import PolicyWeights
@@ -63,6 +62,8 @@ class JudgeModel(JudgeEngine):
             chat_options: Further arguments of the chat template, such as ``enable_thinking: false``.
             trust_remote_code: Allow the model's repository to run its code on this machine.
         """
+        from lgrpo.policy import CausalPolicy  # here, because processes of engines import this module, not Lightning
+
         check_count("JudgeModel's max_sequences", max_sequences, at_least=1)
         self.source = name
         self.device = device

@@ -7,7 +7,10 @@ import json
 import statistics
 
 import pytest
+import yaml
 
+from lgrpo import WeightSync
+from lgrpo.commands.fit import LGRPOCLI
 from tests.benchmarks import league, league_arm, league_report, league_statistics
 from tests.benchmarks.league import BASELINE, LAGS, RATES, SELECT_SEEDS, TEST_SEEDS
 from tests.benchmarks.league_arm import Job
@@ -228,11 +231,47 @@ def test_a_run_of_two_steps(tmp_path, monkeypatch):
     assert "error" in league_arm.attempt(Job("select", "grpo", "64", -1.0, 3), tmp_path, {})
 
 
-@pytest.mark.slow("runs every method: about five minutes")
-def test_every_method_runs(tmp_path, monkeypatch):
-    """Three steps of each method at the largest lag, from a model that solves some of the problems."""
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """Return the folder of a start model that has not been trained, and that of the data."""
+    folder = tmp_path_factory.mktemp("league")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(league_arm, "START", 0.0)
+        patch.setattr(league_arm, "SIZES", {"validation": 8, "test": 8, "train": 64})
+        return league_arm.make_start(folder, 0), folder / "data"
+
+
+@pytest.mark.slow("builds every method")
+@pytest.mark.parametrize("method", league_arm.methods())
+def test_every_method_is_built(method, untrained, tmp_path, monkeypatch):
+    """The method is that of the file, and what the job sets has priority. ``tests/test_methods.py`` trains each one."""
+    folder, data = untrained
+    monkeypatch.chdir(data)
+    given = league_arm.arguments_of(Job("select", method, "64", 3e-4, 0), folder)
+    cli = LGRPOCLI([f"--config={league_arm.BASE}", *given, f"--run={tmp_path}", "--log=csv"], run=False)
+    overlay = yaml.safe_load((league_arm.ROOT / "configs" / "algorithms" / f"{method}.yaml").read_text())
+    assert names_of(cli.model.loss, cli.datamodule.advantage) == [
+        overlay[section][name]["class_path"].rpartition(".")[2]
+        for section, name in (("model", "loss"), ("data", "advantage"))
+    ]
+    (sync,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, WeightSync))
+    assert sync.period == 64
+    assert cli.config.model.optimizer.init_args.lr == 3e-4
+    assert cli.config.model.policy.name == str(folder)
+
+
+def names_of(*objects):
+    return [type(one).__name__ for one in objects]
+
+
+@pytest.mark.slow("runs three methods")
+def test_methods_of_several_kinds_run(tmp_path, monkeypatch):
+    """Three steps at the largest lag, from a model that solves some of the problems.
+
+    The methods have a reference, sample groups again, and scale the step.
+    """
     monkeypatch.setattr(league_arm, "SIZES", {"validation": 64, "test": 8, "train": 512})
-    for method in league_arm.methods():
+    for method in ("off_policy_grpo", "dapo", "vcpo"):
         result = league_arm.run(Job("select", method, "64", 3e-4, 0), tmp_path, ("--data.num_rollouts=3",))
         assert result["steps"] == 3, method
         assert result["start"]["validation"] > 0.1

@@ -92,7 +92,7 @@ def repository(tmp_path, monkeypatch):
 
 def run(monkeypatch, capsys, root, *options):
     """Run the command and return its exit code, its output and its rows."""
-    monkeypatch.setattr(sys, "argv", ["mutants", "--out", str(root / "rows.jsonl"), "--limit", "20", *options])
+    monkeypatch.setattr(sys, "argv", ["mutants", "--out", str(root / "rows.jsonl"), "--limit", "5", *options])
     code = 0
     try:
         mutants.main()
