@@ -18,32 +18,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lgrpo.policy.compilation import ActivationBudgetBackend
 from tests.helpers import MODEL, a_batch, largest_difference, tiny_policy
+from tests.processes import two_fast
 
 LAYERS = 2
 
 
 @pytest.mark.slow("starts two ranks, and compiles")
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2-whole"])
+@pytest.mark.parametrize("kind", two_fast.RUNS)
 def test_fast_settings_on_two_ranks(tmp_path, kind):
-    """Packed rows, compiled layers, a pool and micro-batches by tokens give the plain run's tokens and steps."""
+    """Packed rows, shared prompts, compiled layers, a pool and micro-batches by tokens give the plain run's steps."""
     command = [sys.executable, "-m", "tests.processes.two_fast", kind, str(tmp_path)]
     subprocess.run(command, check=True, timeout=600, cwd=Path(__file__).parents[2], capture_output=True)
-    empty = []
-    for rank in (0, 1):
-        plain, fast = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("plain", "fast"))
-        assert (plain["graphs"], fast["graphs"] > 0) == (0, True)
-        assert (plain["micro_batches"], fast["micro_batches"]) == (4, 4)
-        assert min(plain["num_rows"]) > 0
-        empty.append([count == 0 for count in fast["num_rows"]])
-        assert fast["io"] == ("BackgroundCheckpointIO" if kind == "ddp" else "AtomicCheckpointIO")
-        assert len(fast["tokens"]) == len(plain["tokens"]) == 4
-        assert all(map(torch.equal, fast["tokens"], plain["tokens"]))
-        for name in ("train/loss", "train/grad_norm"):
-            expected = [row[name] for row in plain["logged"]]
-            assert [row[name] for row in fast["logged"]] == pytest.approx(expected, rel=1e-5, abs=1e-6), name
-        assert largest_difference(fast["weights"], plain["weights"]) < 1e-6
-    assert any(empty[0]), "the lengths need all micro-batches"
-    assert empty[0] == empty[1], "the ranks must gather weights in the same micro-batches"
+    for name in two_fast.RUNS[kind][1:]:
+        empty = []
+        for rank in (0, 1):
+            plain, fast = (torch.load(tmp_path / f"{run}-{rank}.pt") for run in ("plain", name))
+            assert (plain["graphs"], fast["graphs"] > 0) == (0, True)
+            assert (plain["micro_batches"], fast["micro_batches"]) == (4, 4)
+            assert min(plain["num_rows"]) > 0
+            empty.append([count == 0 for count in fast["num_rows"]])
+            assert fast["io"] == ("BackgroundCheckpointIO" if kind == "ddp" else "AtomicCheckpointIO")
+            assert len(fast["tokens"]) == len(plain["tokens"]) == 4
+            assert all(map(torch.equal, fast["tokens"], plain["tokens"]))
+            for metric in ("train/loss", "train/grad_norm"):
+                expected = [row[metric] for row in plain["logged"]]
+                assert [row[metric] for row in fast["logged"]] == pytest.approx(expected, rel=1e-5, abs=1e-6), metric
+            assert largest_difference(fast["weights"], plain["weights"]) < 1e-6
+        assert any(empty[0]), "the lengths need all micro-batches"
+        assert empty[0] == empty[1], "the ranks must gather weights in the same micro-batches"
 
 
 def test_a_layer_is_one_graph_under_ddp(monkeypatch):

@@ -1,9 +1,9 @@
 """Train on two CPU processes without and with the fast settings: ``python -m tests.processes.two_fast KIND FOLDER``.
 
-KIND is ddp, fsdp2 or fsdp2-whole (``policy.reshard: false``). The first run has padded rows, layers that are not
-compiled, an engine in process and a fixed number of micro-batches. The second has packed rows, compiled layers, an
-engine pool, micro-batches by tokens, some of them empty, and checkpoints in the background. Rank R writes
-``FOLDER/plain-R.pt`` and ``FOLDER/fast-R.pt``.
+KIND is ddp or fsdp2. The run *plain* has padded rows, layers that are not compiled, an engine in process and a fixed
+number of micro-batches. The run *fast* has packed rows, shared prompts, compiled layers, an engine pool, micro-batches
+by tokens, some of them empty, and checkpoints in the background; *whole*, of FSDP2 only, also keeps gathered weights
+(``policy.reshard: false``). Rank R writes ``FOLDER/RUN-R.pt`` for each run.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ def strategy(kind: str) -> Strategy:
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
 
 
-def make(kind: str, folder: Path, fast: bool) -> Run:
-    whole = {"reshard": False} if kind == "fsdp2-whole" else {}
+RUNS = {"ddp": ["plain", "fast"], "fsdp2": ["plain", "fast", "whole"]}
+
+
+def make(kind: str, folder: Path, name: str) -> Run:
+    fast, whole = name != "plain", {"reshard": False} if name == "whole" else {}
     data: dict[str, Any] = {"engine": TransformersEngine(), "sampling": Sampling(max_tokens=16)}
     trainer: dict[str, Any] = {"accumulate_grad_batches": 4}
     policy = tiny_policy(attention="sdpa", chunk_size=1000)
     callbacks: list[Any] = [ExactResume(background=fast)]
     if fast:
-        policy = tiny_policy(compile=True, activation_memory=0.5, chunk_size=5, **whole)
+        policy = tiny_policy(compile=True, activation_memory=0.5, chunk_size=5, share_prompts=True, **whole)
         pool = EnginePool(TransformersEngine(), num_processes=1)
         data |= {"engine": pool, "generate_ahead": True, "micro_batch_tokens": 40}
         trainer = {"enable_checkpointing": True}
-        callbacks.append(ModelCheckpoint(folder / "checkpoints", filename="{step}", every_n_train_steps=2))
+        callbacks.append(ModelCheckpoint(folder / name, filename="{step}", every_n_train_steps=2))
     return build(
         v=2,
         rollouts=4,
@@ -53,8 +56,10 @@ def make(kind: str, folder: Path, fast: bool) -> Run:
 
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
-    for fast in (False, True):
-        run = make(kind, folder, fast)
+    for name in RUNS[kind]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run = make(kind, folder, name)
         run.trainer.fit(run.module, datamodule=run.data)
         state = {
             "weights": dict(run.module.policy_weights()),  # gathered on both ranks
@@ -65,7 +70,7 @@ def main() -> None:
             "io": type(run.trainer.strategy.checkpoint_io).__name__,
             "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
-        torch.save(state, folder / f"{'fast' if fast else 'plain'}-{run.trainer.global_rank}.pt")
+        torch.save(state, folder / f"{name}-{run.trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":
