@@ -113,7 +113,7 @@ class CausalPolicy(nn.Module):
         if config is not None and tokenizer is None and characters is None:
             raise ValueError("a policy made from a config needs a tokenizer: set policy.tokenizer or policy.characters")
         if share_prompts and attention != "packed":
-            raise ValueError(f"policy.share_prompts needs policy.attention packed, not {attention}")
+            raise ValueError(f"policy.share_prompts needs policy.attention packed, not {attention}: set it to false")
         if name is not None:
             check_folder("policy.name", name)
         check_range("policy.activation_memory", activation_memory, at_least=0, at_most=1)
