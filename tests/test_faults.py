@@ -593,7 +593,9 @@ def test_a_signal_writes_a_checkpoint_and_sets_the_exit_code(tmp_path, straight,
     assert "nothing is lost" in output
     assert "Traceback" not in output
     assert until_all_ended(lambda stat: int(stat[0]) == process.pid)
-    main(["fit", *SMALL, f"--run={run}", "--ckpt_path=last"])
+    process = run_lgrpo(*SMALL, f"--run={run}", "--ckpt_path=last")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
     assert_same_end(straight, run)
 
 

@@ -62,7 +62,7 @@ class JudgeModel(JudgeEngine):
             chat_options: Further arguments of the chat template, such as ``enable_thinking: false``.
             trust_remote_code: Allow the model's repository to run its code on this machine.
         """
-        from lgrpo.policy import CausalPolicy  # here, because processes of engines import this module, not Lightning
+        from lgrpo.policy import CausalPolicy  # not above: processes of engines would import Lightning, too
 
         check_count("JudgeModel's max_sequences", max_sequences, at_least=1)
         self.source = name

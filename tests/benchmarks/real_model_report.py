@@ -218,8 +218,12 @@ def tuning() -> str:
 
 
 def format_section() -> str:
-    """Return the part of the page that separates format and length from reasoning; empty if no row has the scores."""
-    scored = {arm: [row for row in rows if "test" in row] for arm, rows in by_arm().items()}
+    """Return the part of the page that separates format and length from reasoning; empty if no row has the scores.
+
+    Arms with a tool have another prompt and another limit of tokens than the model before training.
+    """
+    arms = {arm: rows for arm, rows in by_arm().items() if arm not in GROUPS["tool"]}
+    scored = {arm: [row for row in rows if "test" in row] for arm, rows in arms.items()}
     scored = {arm: rows for arm, rows in scored.items() if rows}
     if len(scored) < 2:
         return ""
@@ -322,10 +326,8 @@ def first_and_last(rows: Rows, name: str) -> str:
 
 def loaded_seconds(rows: Rows) -> str:
     """Return the median time of a rollout and its update of runs beside other processes; empty if there are none."""
-    alone = [
-        {name: value for name, value in row.items() if name != "other_load"} for row in rows if "other_load" in row
-    ]
-    found = [value for row in alone for value in step_seconds(row)]
+    loaded = [{**row, "other_load": ""} for row in rows if row.get("other_load")]
+    found = [value for row in loaded for value in step_seconds(row)]
     return f"{statistics.median(found):.1f}" if found else ""
 
 

@@ -35,7 +35,7 @@ QUICK = [
 POOL = [
     "--data.engine=lgrpo.engines.EnginePool",
     "--data.engine.engine=lgrpo.engines.TransformersEngine",
-    "--data.engine.num_processes=1",
+    "--data.engine.num_processes=2",
 ]
 VLLM = [
     "--data.engine=lgrpo.engines.VLLMEngine",
