@@ -76,7 +76,7 @@ def describe(rows: Rows) -> str:
         v = f"{s['v']} (TRL 1)" if row["sweep"] and "trl" in row else s["v"]
         title = (
             f"**{row['model']}, {s['workload']} lengths**: {s['prompts']} prompts {prompts} × "
-            f"{s['group']} completions, {tokens}; v = {v}, micro-batches: {s['micro_batches']}; "
+            f"{s['group']} completions, {tokens}; v = {v}, {micro_batches(s)}; "
             f"steps: {s['steps']} after {s['warm_up']}{'' if 'ratio_range' in row else ', means'}"
         )
         title += f"; TRL: {trl_search.settings_text(s['peer'])}" if "peer" in s else ""
@@ -86,6 +86,19 @@ def describe(rows: Rows) -> str:
     if older := [row for row in rows if "handicap" in row]:
         blocks.append(with_handicap(older))
     return "\n\n".join(blocks)
+
+
+def micro_batches(settings: dict[str, Any]) -> str:
+    """Return how lgrpo's update is divided.
+
+    >>> micro_batches({"micro_batches": 28}), micro_batches({"micro_batch_tokens": 8192, "share_prompts": True})
+    ('micro-batches: 28', 'micro-batches of up to 8,192 tokens, shared prompts')
+    """
+    if (budget := settings.get("micro_batch_tokens")) is None:
+        text = f"micro-batches: {settings['micro_batches']}"
+    else:
+        text = f"micro-batches of up to {budget:,} tokens"
+    return text + (", shared prompts" if settings.get("share_prompts") else "")
 
 
 def ratio_text(row: dict[str, Any]) -> str:

@@ -110,22 +110,22 @@ class Stages:
             self._last = self.now()  # a phase without warm-up is measured from its first step
 
     def summary(
-        self, phase: int, tokens: Sequence[tuple[int, int]], v: int, parameters: int, peak_flops: float
+        self, phase: int, tokens: Sequence[tuple[int, int, int]], v: int, parameters: int, peak_flops: float
     ) -> dict[str, Any]:
         """Return the median cycle of a phase: seconds per step, tokens per second, the update's share of the peak.
 
-        ``tokens`` has the numbers of sampled and of trained tokens of each step, and a cycle ``v`` steps. The median is
-        that of the seconds per trained token; ``steps`` and ``per_token`` have all of them, ``peak_gib`` the peak
-        memory over all.
+        ``tokens`` has the numbers of sampled, trained and read tokens of each step (a shared prompt is trained on with
+        each of its completions, and read once), and a cycle ``v`` steps. The median is that of the seconds per trained
+        token; ``steps`` and ``per_token`` have all of them, ``peak_gib`` the peak memory over all.
         """
         steps = self.steps[phase]
         seconds = [sum(step.values()) for step in steps]
         starts = range(0, len(steps), v)
-        trained = [sum(trained for _, trained in tokens[start : start + v]) for start in starts]
+        trained = [sum(trained for _, trained, _ in tokens[start : start + v]) for start in starts]
         per_token = [sum(seconds[start : start + v]) / count for start, count in zip(starts, trained, strict=True)]
         start = starts[per_token.index(statistics.median_low(per_token))]
         cycle = steps[start : start + v]
-        sampled, count = (sum(each) / v for each in zip(*tokens[start : start + v], strict=True))
+        sampled, count, read = (sum(each) / v for each in zip(*tokens[start : start + v], strict=True))
         names = {name for step in cycle for name in step}
         mean = defaultdict(float, {n: sum(s.get(n, 0.0) for s in cycle) / v for n in names})
         arithmetic, overhead = mean.pop("arithmetic", 0.0), mean.pop("overhead", 0.0)
@@ -143,9 +143,10 @@ class Stages:
             "turn_seconds": turn,
             "own_seconds": overhead + mean["rest"],
             "own_share": (overhead + mean["rest"]) / whole,
-            "update_mfu": 6 * parameters * count / mean["update"] / peak_flops,
+            "update_mfu": 6 * parameters * read / mean["update"] / peak_flops,
             "sampled_tokens": sampled,
             "trained_tokens": count,
+            "read_tokens": read,
             "peak_gib": self.peaks[phase] / 2**30,
         }
 

@@ -73,7 +73,7 @@ SWEEPS: dict[str, tuple[str, tuple[int, ...], list[str]]] = {
 }
 SETTINGS = ("prompts", "group", "prompt_tokens", "completion_tokens", "mean_tokens", "cap_tokens", "micro_batches")
 SETTINGS += ("checkpointing", "compile", "threads", "clock", "engine_memory", "cache_gib")
-SETTINGS += ("processes", "sequences", "activation_memory", "peer")
+SETTINGS += ("processes", "sequences", "activation_memory", "share_prompts", "micro_batch_tokens", "peer")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -304,6 +304,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--checkpointing", action="store_true", help="lgrpo's policy.gradient_checkpointing")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="lgrpo's policy.compile")
     parser.add_argument("--activation-memory", type=float, default=0.8, help="lgrpo's policy.activation_memory")
+    parser.add_argument(
+        "--share-prompts",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="lgrpo's policy.share_prompts (default on a GPU, as in configs/fast.yaml)",
+    )
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, help="lgrpo's data.micro_batch_tokens, instead of --micro-batches"
+    )
     parser.add_argument("--systems", nargs="+", choices=["lgrpo", "trl"], default=["lgrpo", "trl"])
     parser.add_argument("--threads", type=int, help="number of torch threads; one per core by default")
     parser.add_argument(
@@ -368,6 +377,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if options.clock == "cpu" and (cuda or options.threads != 1):
         parser.error("--clock cpu adds up the time of all threads: it requires --threads 1 on a CPU")
     options.compile = cuda if options.compile is None else options.compile
+    options.share_prompts = cuda if options.share_prompts is None else options.share_prompts
     # A machine with a GPU has enough cores for both, and loading the first system takes longer than the imports of the
     # second. On a CPU the imports would overlap with the measured steps.
     options.early_start = cuda if options.early_start is None else options.early_start

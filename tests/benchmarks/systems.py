@@ -64,7 +64,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
     from lgrpo.tasks import DatasetTask
     from tests.benchmarks.parity_reward import Parity
 
-    cuda, work = options.device == "cuda", Work(options)
+    cuda, work = options.device == "cuda", Work(options, options.share_prompts)
     stages = Stages(work.phase_of, options.clock)
     policy = CausalPolicy(
         str(options.folder),
@@ -72,6 +72,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
         compile=options.compile,
         activation_memory=options.activation_memory,
         chunk_size=4096,
+        share_prompts=options.share_prompts,
     )
     module = GRPOModule(policy, ClippedLoss(), lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True))
     engine = lgrpo_engine(options, work)
@@ -83,6 +84,7 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
         num_rollouts=len(work.phase_of),
         sampling=Sampling(max_tokens=work.longest),
         generate_ahead=max(work.periods) > 1,
+        micro_batch_tokens=options.micro_batch_tokens,
         shuffle=False,
     )
 
@@ -110,7 +112,8 @@ def run_lgrpo(options: argparse.Namespace) -> list[dict[str, Any]]:
     stages.wrap(GroupScores, "result", "score")
     stages.wrap(GRPOModule, "training_step", "overhead")
     stages.wrap(CausalPolicy, "forward", "arithmetic")
-    trainer = bare_trainer(cuda, options.micro_batches, [Cycles(work.periods), Watch()])
+    micro_batches = 1 if options.micro_batch_tokens else options.micro_batches
+    trainer = bare_trainer(cuda, micro_batches, [Cycles(work.periods), Watch()])
 
     def results() -> list[dict[str, Any]]:
         found, syncs = work.results(stages, policy.model), [record.seconds for record in engine.state.ledger]
@@ -258,8 +261,8 @@ def import_packages(system: str) -> None:
 class Work:
     """The prompts and lengths of all phases of a run, and checks that a system kept to them."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, shares_prompts: bool = False) -> None:
+        self.options, self.shares_prompts = options, shares_prompts
         self.size = options.prompts * options.group
         self.phase_of: list[int | None] = []
         """Phase of each rollout (one optimizer step each); None in a warm-up."""
@@ -344,12 +347,17 @@ class Work:
             found.append(summary | {"parameters": parameters})
         return found
 
-    def tokens(self, phase: int) -> list[tuple[int, int]]:
-        """Return the numbers of sampled and of trained tokens of each step of a phase."""
+    def tokens(self, phase: int) -> list[tuple[int, int, int]]:
+        """Return the numbers of sampled, trained and read tokens of each step of a phase.
+
+        A shared prompt counts as read once, also where the end of a micro-batch divides its group.
+        """
         found = []
         for rollout in (index for index, other in enumerate(self.phase_of) if other == phase):
             sampled = sum(self.lengths[rollout * self.size : (rollout + 1) * self.size])
-            found.append((sampled, sampled + sum(self.prompt_lengths(rollout))))
+            prompts = self.prompt_lengths(rollout)
+            read = sum(prompts[:: self.options.group]) if self.shares_prompts else sum(prompts)
+            found.append((sampled, sampled + sum(prompts), sampled + read))
         return found
 
     @cached_property
@@ -364,6 +372,6 @@ class Work:
         max_sequences = self.options.processes * self.options.sequences
         for number, phase in enumerate(self.options.phases):
             each = self.tokens(number)
-            mean = sum(trained for _, trained in each) / len(each) / self.size
+            mean = sum(trained for _, trained, _ in each) / len(each) / self.size
             tokens = max(tokens, min(self.size * phase["v"], max_sequences) * mean)
         return 1.1 * cache_gib(AutoConfig.from_pretrained(self.options.folder), tokens)

@@ -59,7 +59,9 @@ def test_a_run_with_other_lengths_is_rejected(tmp_path):
     work = Work(Namespace(**given, phases=phases, mean_tokens=0, cap_tokens=0))
     assert work.phase_of == [None, 0, 1, 1, 1, 1]
     assert work.periods == [1, 1, 2, 2]
-    assert work.tokens(1) == [(20, 44)] * 4
+    assert work.tokens(1) == [(20, 44, 44)] * 4
+    work.shares_prompts = True
+    assert work.tokens(1) == [(20, 44, 32)] * 4
     work.check(1, [5, 5, 5, 5], [11, 11, 11, 11])
     with pytest.raises(RuntimeError, match="rollout 1 has completions of"):
         work.check(1, [5, 5, 4, 5])
@@ -114,7 +116,7 @@ def test_time_is_counted_once_in_the_stage_it_belongs_to():
     engine.generate()
     stages.inside("overhead", time.sleep, 0.01)
     stages.end_step(1)
-    summary = stages.summary(0, [(1, 1)], 1, parameters=1, peak_flops=1)
+    summary = stages.summary(0, [(1, 1, 1)], 1, parameters=1, peak_flops=1)
     assert 0.02 <= summary["turn_seconds"] < summary["stages"]["generate"] - 0.04 + 1e-6
     assert summary["stages"]["sync"] >= 0.1
     assert summary["step_seconds"] == pytest.approx(summary["steps"][0], abs=1e-4)
@@ -126,10 +128,11 @@ def test_the_median_cycle_counts():
     stages = Stages([0] * 6, "wall")
     stages.steps[0] = [{"generate": 3 * s, "arithmetic": s} for s in (0.01, 0.01, 0.03, 0.03, 0.04, 0.04)]
     stages.peaks[0] = 0
-    summary = stages.summary(0, [(2, 4)] * 4 + [(4, 8)] * 2, 2, parameters=1, peak_flops=1)
+    summary = stages.summary(0, [(2, 4, 3)] * 4 + [(4, 8, 6)] * 2, 2, parameters=1, peak_flops=1)
     assert summary["per_token"] == pytest.approx([0.01, 0.03, 0.02])
     assert (summary["step_seconds"], summary["trained_tokens"]) == (pytest.approx(0.16), 8)
     assert summary["stages"]["generate"] == pytest.approx(0.12)
+    assert summary["update_mfu"] == pytest.approx(6 * 6 / 0.04)  # of the tokens that were read
 
 
 def test_memory_counts_child_processes():
