@@ -77,6 +77,14 @@ class LeastVariance(Advantage):
 
     w is π_k/π_α of a completion and n the number of its tokens, which stands for the squared norm of its gradient, as
     in ``LengthWeighted``. With w = 1 and ``scale`` NoScale the two are equal.
+
+    >>> import torch
+    >>> rewards, lengths, ratios = torch.tensor([1.0, 0.0]), torch.tensor([8, 2]), torch.tensor([1.0, 2.0])
+    >>> scores = Scores(
+    ...     rewards=rewards, lengths=lengths, draws=torch.zeros(2), group_size=2, log_ratios=ratios.log()
+    ... )
+    >>> LeastVariance(NoScale())(scores)  # both have w² n = 8, so the baseline is 1/2
+    tensor([ 0.5000, -0.5000])
     """
 
     needs_log_ratios = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 import torch
@@ -19,6 +20,11 @@ class SignedZeroVariance(Advantage):
 
     All siblings of such a group are correct, and become more likely, or all are wrong, and become less likely.
     ``losses.EntropyGuided`` weights their tokens.
+
+    >>> rewards = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+    >>> scores = Scores(rewards=rewards, lengths=torch.full((6,), 5), draws=torch.zeros(6), group_size=2)
+    >>> SignedZeroVariance()(scores)
+    tensor([ 0.1000,  0.1000, -0.1000, -0.1000,  0.9998, -0.9998])
     """
 
     uses_zero_variance = True
@@ -35,7 +41,7 @@ class SignedZeroVariance(Advantage):
             scale: Size of the advantage of groups without.
             success_reward: Lowest reward of a correct completion.
         """
-        check_range("SignedZeroVariance's scale", scale, above=0)
+        check_range("SignedZeroVariance's scale", scale, above=0, below=math.inf)
         self.advantage = advantage
         self.needs_parts, self.needs_log_ratios = advantage.needs_parts, advantage.needs_log_ratios
         self.scale = scale

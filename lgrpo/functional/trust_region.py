@@ -137,3 +137,25 @@ def gamma_weight(log_ratio: Tensor, shape: Tensor | float, rate: Tensor | float)
     tensor([6.0496e-03, 1.0000e+00, 1.2416e+00, 1.5230e-05])
     """
     return torch.exp(shape * log_ratio - rate * torch.expm1(log_ratio))
+
+
+def entropy_weight(entropy: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    """Return H of each token if its advantage is positive, otherwise the largest H of the completion minus H (RL-ZVP).
+
+    >>> entropy, mask = torch.tensor([[0.1, 0.7, 0.4], [0.1, 0.7, 0.4]]), torch.ones(2, 3, dtype=torch.bool)
+    >>> entropy_weight(entropy, mask, torch.tensor([[0.1], [-0.1]]))
+    tensor([[0.1000, 0.7000, 0.4000],
+            [0.6000, 0.0000, 0.3000]])
+    """
+    entropy = torch.where(mask, entropy, 0.0)
+    return torch.where(advantages > 0, entropy, entropy.amax(1, keepdim=True) - entropy)
+
+
+def k3_hinge(log_ratio: Tensor, width: float) -> Tensor:
+    """Return ``max(k3(d) - k3(±width), 0)`` with d = log ρ and the sign of d (MCPO).
+
+    >>> k3_hinge(torch.tensor([-0.5, -0.1, 0.1, 0.5]), width=0.2)
+    tensor([0.0878, 0.0000, 0.0000, 0.1273])
+    """
+    excess = k3_of_ratio(log_ratio) - k3_of_ratio(log_ratio.detach().sign() * width)
+    return torch.where(log_ratio.abs() > width, excess, 0.0)

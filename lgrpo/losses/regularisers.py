@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lgrpo.checks import check_range
-from lgrpo.functional import MAX_LOG_RATIO, k3_of_ratio, kl_divergence
+from lgrpo.functional import MAX_LOG_RATIO, k3_hinge, kl_divergence
 from lgrpo.losses.terms import Terms, check_choice
 from lgrpo.teachers import Distillation
 
@@ -113,9 +113,8 @@ class MasteredHinge(Regulariser):
 
     def __call__(self, terms: Terms) -> Tensor:
         mastered = terms.zero_variance & (terms.batch.rewards >= self.success_reward)
-        d = (terms.logprobs.policy - terms.batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        excess = k3_of_ratio(d) - k3_of_ratio(d.detach().sign() * self.width)
-        return self.coef * torch.where(mastered[:, None] & (d.abs() > self.width), excess, 0.0)
+        log_ratio = (terms.logprobs.policy - terms.batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return self.coef * torch.where(mastered[:, None], k3_hinge(log_ratio, self.width), 0.0)
 
 
 @final

@@ -12,6 +12,7 @@ from torch import Tensor
 from lgrpo.checks import check_range
 from lgrpo.functional import (
     MAX_LOG_RATIO,
+    entropy_weight,
     gamma_weight,
     k2_of_ratio,
     k3_of_ratio,
@@ -134,12 +135,13 @@ class MaskedImportance(Weight):
     def __init__(self, low: float = 0.5, high: float = 2.0, level: Level = "token") -> None:
         """
         Args:
-            low: Smallest weight that is kept.
-            high: Largest weight that is kept.
+            low: Smallest weight that is kept, below 1.
+            high: Largest weight that is kept, above 1.
             level: Level of π_k/π_α: each ``token``, the product over the ``sequence``, or its ``geometric`` mean.
         """
         check_choice("level", level, LEVELS)
-        check_range("low", low, at_least=0, below=high, reason="the upper edge of the band")
+        check_range("low", low, at_least=0, below=1, reason="a ratio of 1 must be kept")
+        check_range("high", high, above=1, reason="a ratio of 1 must be kept")
         self.low, self.high = low, high
         self.level: Level = level
 
@@ -248,9 +250,7 @@ class EntropyGuided(Weight):
     needs_zero_variance = True
 
     def __call__(self, terms: Terms) -> Tensor:
-        entropy = torch.where(terms.batch.completion_mask, terms.logprobs.entropy.detach(), 0.0)
-        largest = entropy.amax(1, keepdim=True)
-        weight = torch.where(terms.advantages > 0, entropy, largest - entropy)
+        weight = entropy_weight(terms.logprobs.entropy.detach(), terms.batch.completion_mask, terms.advantages)
         return torch.where(terms.zero_variance[:, None], weight, 1.0)
 
 

@@ -57,7 +57,7 @@ class EffectiveSampleSize(StepRule):
         Args:
             power: Power of the effective sample size: 0.5 for AdamW and similar optimizers, 1 for SGD.
         """
-        check_range("EffectiveSampleSize's power", power, above=0)
+        check_range("EffectiveSampleSize's power", power, above=0, below=math.inf)
         self.power = power
         self._log_ratios: list[Tensor] = []
         self._rates: list[float] = []

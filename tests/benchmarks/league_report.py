@@ -26,6 +26,7 @@ from tests.benchmarks.league_statistics import (
 PAGE = ROOT / "tutorials" / "pages" / "league.md"
 PICTURE = league.RESULTS / "league.png"
 PILOT = league.RESULTS / "league_pilot.jsonl"
+REPEATED = league.RESULTS / "league_repeated.jsonl"
 HIGHER, LOWER = "▲", "▼"
 
 
@@ -172,11 +173,16 @@ def verdict(all_cells: League, lag: str) -> str:
     def listed(mark: str) -> str:
         return ", ".join(f"`{m}` ({all_cells.compared[m, lag].mean:+.2f})" for m in by_mark[mark]) or "none"
 
-    others = len(methods()) - 1
+    others, lowest = len(methods()) - 1, min(RATES)
+    edge = [f"`{m}`" for m in by_mark[LOWER] if all_cells.cells[m, lag].rate == lowest]
+    caution = (
+        f" Of the lower ones, {', '.join(edge)} selected the lowest rate, {lowest:.0e}, so an even lower one may be "
+        "better for them.".replace("e-0", "e-")
+    )
     return (
         f"**{name}** ({len(tested)} of {others} methods are compared with `{BASELINE}`, which has "
         f"{baseline.interval.mean:.2f}): higher: {listed(HIGHER)}; lower: {listed(LOWER)}; not "
-        f"distinguished: {listed('')}."
+        f"distinguished: {listed('')}.{caution if edge else ''}"
     )
 
 
@@ -206,6 +212,35 @@ def rates_text(all_cells: League) -> str:
     return f"Selected learning rates, by the number of pairs of method and lag: {parts}."
 
 
+def versions_text(rows: Iterable[Row], repeated: Sequence[Row]) -> str:
+    """Return from which code and packages the rows come, and what changed in runs that were repeated with others."""
+    finished = {league.job_of(row): row for row in rows if "error" not in row}
+    stacks = Counter(_stack(row) for row in finished.values())
+    commits = {row["commit"] for row in finished.values()}
+    text = (
+        f"The rows come from {_counted(len(commits), 'commit')}, and from "
+        f"{' and '.join(f'{stack} ({count:,} runs)' for stack, count in stacks.most_common())}."
+    )
+    pairs = [(finished[job], row) for row in repeated if (job := league.job_of(row)) in finished]
+    if pairs:
+        packages = sum(_stack(first) != _stack(again) for first, again in pairs)
+        same = sum(all(first[key] == again[key] for key in ("validation", "test")) for first, again in pairs)
+        text += (
+            f" {_counted(len(pairs), 'run')} were repeated later, {packages} of them with the other packages "
+            f"([league_repeated.jsonl](../../tests/benchmarks/results/{REPEATED.name})): {same} have exactly the same "
+            "pass@1."
+        )
+    return text
+
+
+def _stack(row: Row) -> str:
+    return f"torch {row['versions']['torch']} with transformers {row['versions']['transformers']}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def failures_text(all_cells: League) -> str:
     """Return the runs that failed."""
     failed = [row for row in all_cells.rows if "error" in row]
@@ -222,14 +257,16 @@ def task_text(rows: Iterable[Row]) -> str:
     if not finished:
         return ""
     starts = {row["seed"]: row["start"]["test"] for row in finished}
-    seconds = statistics.median(row["cpu_seconds"] for row in finished)
+    times = sorted(row["cpu_seconds"] for row in finished)
+    seconds, most = statistics.median(times), times[int(0.95 * len(times))]
     subset = len(league.SUBSET) * league.RUNS_PER_CELL
     shortest, longest = str(LENGTHS[0]), str(LENGTHS[-1])
     tested = [row for row in finished if row["stage"] == "test" and row["method"] == BASELINE]
     text = (
         f"The start models of the seeds used so far ({len(starts)}) have {min(starts.values()):.2f} to "
-        f"{max(starts.values()):.2f} on the test problems. A run takes {seconds:.0f} CPU seconds (median), so that the "
-        f"{subset} runs of the subset need about {subset * seconds / 120:.0f} minutes on two cores."
+        f"{max(starts.values()):.2f} on the test problems. A run takes {seconds:.0f} CPU seconds (median; 95 % at most "
+        f"{most:.0f}), so that the {subset} runs of the subset need {subset * seconds / 120:.0f} to "
+        f"{subset * most / 120:.0f} minutes on two cores."
     )
     if tested:
         short, long = (statistics.fmean(row["test_by_length"][key] for row in tested) for key in (shortest, longest))
@@ -362,6 +399,7 @@ def page(rows: Sequence[Row]) -> str:
         ),
         table(rows),
         failures_text(all_cells),
+        _filled(versions_text(all_cells.rows, league.read(REPEATED))),
         pilot_text(league.read(PILOT)),
     ]
     return "\n\n".join(parts) + "\n"

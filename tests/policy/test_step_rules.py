@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lgrpo import GRPOModule
 from lgrpo.advantages import ComposedAdvantage, LeastVariance, LengthWeighted, NoScale, SignedZeroVariance
-from lgrpo.callbacks import ExactResume
+from lgrpo.callbacks import ExactResume, GradientAlignment
 from lgrpo.functional import completion_log_ratio
 from lgrpo.policy import EffectiveSampleSize, GradientProjection
 from tests.helpers import build, fit, largest_difference, tiny_policy
@@ -88,6 +88,8 @@ def test_rate_of_a_scheduler_is_not_scaled_twice():
 def test_bad_rules():
     with pytest.raises(ValueError, match="power is 0; it must be above 0"):
         EffectiveSampleSize(0)
+    with pytest.raises(ValueError, match="power is inf"):
+        EffectiveSampleSize(math.inf)
     two = [EffectiveSampleSize(), EffectiveSampleSize(1.0)]
     with pytest.raises(ValueError, match=r"has 2 rules \(EffectiveSampleSize, EffectiveSampleSize\).*: keep one"):
         GRPOModule(tiny_policy(), step_rule=two)
@@ -139,6 +141,12 @@ class TestGradientProjection:
         assert min(kept) < 0.99
         assert "train/gradient_cosine" not in run.logged[0]
         assert run.logged[-1]["train/grad_norm"] == pytest.approx(float(steps[-1].norm()), rel=1e-4)
+
+    def test_the_callback_does_not_count_the_cosine_twice(self):
+        runs = [two_step_rules.run(rule=GradientProjection(), callbacks=own) for own in ([], [GradientAlignment()])]
+        alone, watched = ([row["train/gradient_cosine"] for row in run.logged[1:]] for run in runs)
+        assert watched == alone
+        assert max(map(abs, alone)) > 0.01
 
     def test_skipped_steps_change_neither_weights_nor_moments(self):
         run = build(rollouts=3, v=6, i=2, learning_rate=0.3, optimizer=torch.optim.AdamW)
