@@ -215,6 +215,8 @@ def rates_text(all_cells: League) -> str:
 def versions_text(rows: Iterable[Row], repeated: Sequence[Row]) -> str:
     """Return from which code and packages the rows come, and what changed in runs that were repeated with others."""
     finished = {league.job_of(row): row for row in rows if "error" not in row}
+    if not finished:
+        return ""
     stacks = Counter(_stack(row) for row in finished.values())
     commits = {row["commit"] for row in finished.values()}
     text = (

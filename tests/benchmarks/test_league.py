@@ -21,7 +21,8 @@ LAG = LAGS[0]
 def row(job, validation=0.5, test=0.5, **others):
     scores = {"start": {"validation": 0.3, "test": 0.3}, "validation": validation, "test": test}
     lengths = {str(length): test for length in league_arm.LENGTHS}
-    return vars(job) | scores | {"test_by_length": lengths, "cpu_seconds": 12.0, "seconds": 13.0} | others
+    origin = {"commit": "abc", "versions": {"torch": "2.11.0", "transformers": "5.17.0"}}
+    return vars(job) | scores | {"test_by_length": lengths, "cpu_seconds": 12.0, "seconds": 13.0} | origin | others
 
 
 def selecting(method, validation, lag=LAG):
@@ -193,6 +194,28 @@ def test_the_report_of_few_rows(rows, tmp_path):
         assert all(line.count("|  |") for line in lines[2:])  # lags without runs
         assert "lower: `reinforce` (-0.20)" in " ".join(text.split())
         assert "reinforce" in league_report.comparison(rows, [])
+
+
+def test_a_lower_method_at_the_lowest_rate_may_have_a_better_one():
+    lowest = {RATES[0]: 0.6, RATES[1]: 0.5, RATES[2]: 0.4}
+    rows = [*cell(BASELINE, 0.5), *cell("sapo", 0.3), *selecting("reinforce", lowest)]
+    rows += final_rows("reinforce", [0.3 + 0.001 * seed for seed in range(10)], rate=RATES[0])
+    sentence = league_report.verdict(league_report.League(rows), LAG)
+    assert sentence.endswith(
+        "Of the lower ones, `reinforce` selected the lowest rate, 1e-4, so an even lower one may be better for them."
+    )
+
+
+def test_versions_and_repeated_runs():
+    job, other = Job("test", "sapo", LAG, RATES[1], 100), Job("test", "sapo", LAG, RATES[1], 101)
+    newer = {"commit": "def", "versions": {"torch": "2.13.0", "transformers": "5.19.0"}}
+    rows = [row(job), row(other), row(Job("test", "sapo", LAG, RATES[1], 102), **newer)]
+    text = league_report.versions_text(
+        rows, [row(job, **newer), row(other, test=0.51), row(Job("test", "gac", LAG, 1e-3, 1))]
+    )
+    assert "2 commits, and from torch 2.11.0 with transformers 5.17.0 (2 runs) and torch 2.13.0" in text
+    assert "2 runs were repeated later, 1 of them with the other packages" in text
+    assert text.endswith(": 1 have exactly the same pass@1.")
 
 
 def test_failed_runs_are_listed():
