@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -286,3 +287,20 @@ def test_terms_without_overlap_are_finite():
     assert log_ratio.tolist() == [-20, 20]
     terms = F.improvement_terms(log_ratio[None], torch.zeros(1, 2).double(), torch.tensor([[0.0, 1.0]]).double())
     assert all(bool(value.isfinite().all()) for value in terms.values())
+
+
+def test_bounds_of_long_completions_are_those_of_the_page():
+    """Tokens that are coins: the total variation of T of them is that of two binomial distributions."""
+    epsilon, half = 1e-3, torch.tensor([0.5], dtype=torch.float64)
+    page = (Path(__file__).parents[2] / "tutorials/pages/monitor.md").read_text(encoding="utf-8")
+    for length in (10, 100, 1_000, 10_000):
+        counts = torch.arange(length + 1, dtype=torch.float64)
+        alpha, pi = (
+            torch.distributions.Binomial(length, probs=p).log_prob(counts).exp() for p in (half, half + epsilon)
+        )
+        tv = (pi - alpha).abs().sum(0, keepdim=True) / 2
+        bounds = [F.improvement_bound(0 * half, half, tv, 0 * half, factor=c) for c in (2.0, 1.0)]
+        tokens = torch.full((1, length), epsilon, dtype=torch.float64)
+        kl = F.binary_kl((half + epsilon).log(), half.log())
+        bounds.append(-F.trust_region_penalty(tokens, torch.tensor([length]), 0 * half + epsilon, kl, tv))
+        assert f"| {length:,} | {' | '.join(f'{float(bound):.4f}' for bound in bounds)} |" in page
