@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl.trainer.utils import nanstd
 
-from lgrpo.advantages import DecoupledWhitened, Scores
+from lgrpo.advantages import DecoupledWhitened
 from lgrpo.data.collate import as_reward_parts
 from lgrpo.recordings import ReplayEngine, RolloutRecorder
 from lgrpo.rewards import NOT_YET, BatchReward, FailedScore, Reward, SumScore, WeightedSum
@@ -43,24 +43,13 @@ def task(reward=None):
 
 
 def by_loop(rewards, weights, group_size, eps=1e-4):
-    """TRL's ``normalize_then_sum``, with TRL's own ``nanstd``."""
+    """Whiten each reward within its group, and their weighted sum over the rollout."""
     total = torch.zeros(len(rewards), dtype=rewards.dtype)
     for k in range(rewards.shape[1]):
         for first in range(0, len(rewards), group_size):
             own = rewards[first : first + group_size, k]
             total[first : first + group_size] += weights[k] * (own - own.nanmean()) / (nanstd(own) + eps)
     return (total - total.nanmean()) / (nanstd(total) + eps)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_gdpo_equals_trl(seed):
-    g = torch.Generator().manual_seed(seed)
-    rewards = torch.rand(24, 3, generator=g, dtype=torch.float64) * torch.tensor([1.0, 100.0, 1e-3])
-    rewards[:6, 1] = 7.0  # a group without variance in one reward
-    weights = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
-    parts = torch.stack([rewards, weights.expand(24, 3)], 1)
-    own = Scores(rewards=rewards.sum(1), lengths=torch.ones(24), draws=torch.zeros(24), group_size=6, parts=parts)
-    assert torch.allclose(DecoupledWhitened()(own), by_loop(rewards, weights, 6), atol=1e-5)
 
 
 def test_each_reward_reaches_the_advantage():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from argparse import Namespace
 from typing import Any
 
 import datasets
@@ -9,7 +13,9 @@ import pytest
 import torch
 import trl
 from torch import Tensor
+from trl.trainer import grpo_trainer
 
+from lgrpo.advantages import DecoupledWhitened, Scores
 from lgrpo.losses import (
     ComposedLoss,
     ConstantSum,
@@ -185,26 +191,82 @@ def test_extreme_ratios_and_groups_without_variance_equal_trl(name, numbers, mak
     assert not own[4:].any()
 
 
-@pytest.mark.parametrize(
-    ("weight", "ratio"),
-    [
-        (TruncatedImportance(1.5), lambda log: log.exp().clamp(max=1.5)),
-        (MaskedImportance(0.6, 1.5), lambda log: torch.where((log.exp() >= 0.6) & (log.exp() <= 1.5), log.exp(), 0.0)),
-    ],
-)
-def test_mismatch_weights_equal_trl(weight, ratio, numbers, make_trainer):
-    """TRL multiplies by a ratio from sampling; its old log-probabilities are our proximal ones."""
-    trainer = make_trainer(loss_type="dapo")
+def run_branch(condition: str, result: str, **names: Any) -> Any:
+    """Run a branch of ``GRPOTrainer._generate_and_score_completions``, and return a variable that it sets.
+
+    The method samples first, so that it cannot be called as a whole.
+    """
+    method = trl.GRPOTrainer._generate_and_score_completions
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+    branches = [
+        node.body for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == condition
+    ]
+    (body,) = [body for body in branches if any(f"{result} =" in ast.unparse(line) for line in body)]
+    names = vars(grpo_trainer) | names
+    exec(compile(ast.Module(body, []), "TRL", "exec"), names)
+    return names[result]
+
+
+WEIGHTS = {
+    "token_truncate": TruncatedImportance(1.5),
+    "token_mask": MaskedImportance(0.6, 1.5),
+    "sequence_truncate": TruncatedImportance(1.5, level="sequence"),
+    "sequence_mask": MaskedImportance(0.6, 1.5, level="sequence"),
+}
+
+
+@pytest.mark.parametrize("size", [1.0, 20.0])
+@pytest.mark.parametrize("mode", WEIGHTS)
+def test_mismatch_weights_equal_trl(mode, size, numbers, make_trainer):
+    """TRL multiplies by a ratio from sampling; its old log-probabilities are our proximal ones. Half of the completions
+    are near α, tokens of the others up to 13 nats away."""
+    trainer = make_trainer(loss_type="dapo", vllm_importance_sampling_mode=mode)
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
-    mismatch = (numbers["proximal"] - numbers["behaviour"]) * numbers["mask"]
-    expected, gradient = trl_loss(
-        trainer, numbers, old_per_token_logps=numbers["proximal"], importance_sampling_ratio=ratio(mismatch)
+    trainer.vllm_importance_sampling_clip_max = 1.5
+    trainer.vllm_importance_sampling_clip_min = 0.6 if mode.endswith("mask") else None
+    scale = torch.tensor([0.1, size] * (B // 2))[:, None]
+    proximal = numbers["behaviour"] + scale * (numbers["proximal"] - numbers["behaviour"])
+    ratio = run_branch(
+        "self.use_vllm and self.vllm_importance_sampling_correction",
+        "vllm_importance_sampling_ratio",
+        self=trainer,
+        completion_mask=numbers["mask"],
+        tool_mask=None,
+        old_per_token_logps=proximal,
+        sampling_per_token_logps=numbers["behaviour"],
     )
-    ours = ComposedLoss(TokenRatio("proximal"), MinClip(), weight)
+    assert ratio.shape == ((B, 1) if mode.startswith("sequence") else (B, T))
+    assert len(set(ratio.flatten().tolist())) > 2
+    inputs = numbers | {"policy": proximal + numbers["policy"] - numbers["behaviour"]}
+    expected, gradient = trl_loss(trainer, inputs, old_per_token_logps=proximal, importance_sampling_ratio=ratio)
+    ours = ComposedLoss(TokenRatio("proximal"), MinClip(), WEIGHTS[mode])
     batch = rollout(numbers["behaviour"], numbers["mask"], numbers["advantages"])
-    value, own = loss_and_gradient(ours, batch, numbers["policy"], proximal=numbers["proximal"])
+    value, own = loss_and_gradient(ours, batch, inputs["policy"], proximal=proximal)
     assert abs(value - expected) <= 1e-5
     assert torch.allclose(own, gradient * numbers["mask"], atol=1e-5)
+    assert own.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_of_several_rewards_equal_trl(seed):
+    """GDPO, with rewards of very different ranges, of which one is equal in a whole group."""
+    g = torch.Generator().manual_seed(seed)
+    rewards = torch.rand(24, 3, generator=g, dtype=torch.float64) * torch.tensor([1.0, 100.0, 1e-3])
+    rewards[:6, 1] = 7.0
+    weights = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
+    expected = run_branch(
+        "self.multi_objective_aggregation == 'normalize_then_sum'",
+        "advantages",
+        self=Namespace(reward_funcs=[None] * 3, reward_weights=weights),
+        rewards_per_func=rewards,
+        unscorable_mask=torch.zeros(24, dtype=torch.bool),
+        num_generations=6,
+        device="cpu",
+    )
+    parts = torch.stack([rewards, weights.expand(24, 3)], 1)
+    own = Scores(rewards=rewards.sum(1), lengths=torch.ones(24), draws=torch.zeros(24), group_size=6, parts=parts)
+    assert torch.allclose(DecoupledWhitened()(own), expected, atol=1e-5)
+    assert expected.abs().max() > 1
 
 
 def test_without_old_logprobs_trl_is_our_ratio_over_none(numbers, make_trainer):
