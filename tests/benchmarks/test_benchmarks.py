@@ -167,7 +167,7 @@ def test_real_prompts(tmp_path):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "tests.benchmarks.step", "--device", "cpu", "--threads", "1", "--workload", "real"]
     command += ["--model", str(tmp_path / "model"), "--data", str(tmp_path), "--prompts", "2", "--warm-up", "1"]
-    command += ["--early-start"]
+    command += ["--early-start", "--share-prompts", "--micro-batch-tokens", "400"]
     done = subprocess.run([*command, "--steps", "3", "--out", str(tmp_path / "new.jsonl")], capture_output=True)
     (row,) = read_rows(tmp_path / "new.jsonl")
     assert done.returncode == 0, (row, done.stderr[-2000:])
@@ -175,7 +175,10 @@ def test_real_prompts(tmp_path):
         assert row[system]["sampled_tokens"] <= 2 * 4 * 16
         assert len(row[system]["steps"]) == len(row[system]["per_token"]) == 3
     assert row["ratio_range"][0] <= row["ratio"] <= row["ratio_range"][1]
+    assert row["lgrpo"]["read_tokens"] < row["lgrpo"]["trained_tokens"]
+    assert row["trl"]["read_tokens"] == row["trl"]["trained_tokens"]
     assert "prompts of GSM8K" in page.describe([row])
+    assert "micro-batches of up to 400 tokens, shared prompts" in page.describe([row])
 
 
 def test_search_of_settings(tmp_path, monkeypatch, capsys):
