@@ -34,6 +34,15 @@ def lag_name(lag: str) -> str:
     return lag if lag == "offline" else f"v = {lag}"
 
 
+def short(value: float, spec: str = ".0e") -> str:
+    """Return a small number, by default a learning rate, without a zero in its exponent.
+
+    >>> short(3e-4), short(5.7e-5, ".2g")
+    ('3e-4', '5.7e-5')
+    """
+    return format(value, spec).replace("e-0", "e-")
+
+
 @dataclass(frozen=True)
 class Cell:
     """A method at a lag: its selected learning rate and test pass@1 by seed."""
@@ -151,10 +160,10 @@ def _table_cell(all_cells: League, cell: Cell) -> str:
     if (difference := all_cells.compared.get((cell.method, cell.lag))) is not None:
         text += f" ({difference.mean:+.3f} ± {difference.half_width:.3f}"
         adjusted = all_cells.adjusted[cell.method, cell.lag]
-        text += f", p = {adjusted:.2g}{all_cells.mark(cell.method, cell.lag)})"
+        text += f", p = {short(adjusted, '.2g')}{all_cells.mark(cell.method, cell.lag)})"
     if not cell.is_complete:
         text += f" [{len(cell.scores)} of {len(TEST_SEEDS)} seeds]"
-    return f"{text}, {cell.rate:.0e}".replace("e-0", "e-")
+    return text if cell.rate is None else f"{text}, {short(cell.rate)}"
 
 
 def verdict(all_cells: League, lag: str) -> str:
@@ -176,8 +185,8 @@ def verdict(all_cells: League, lag: str) -> str:
     others, lowest = len(methods()) - 1, min(RATES)
     edge = [f"`{m}`" for m in by_mark[LOWER] if all_cells.cells[m, lag].rate == lowest]
     caution = (
-        f" Of the lower ones, {', '.join(edge)} selected the lowest rate, {lowest:.0e}, so an even lower one may be "
-        "better for them.".replace("e-0", "e-")
+        f" Of the lower ones, {', '.join(edge)} selected the lowest rate, {short(lowest)}, so an even lower one "
+        "may be better for them."
     )
     return (
         f"**{name}** ({len(tested)} of {others} methods are compared with `{BASELINE}`, which has "
@@ -208,7 +217,7 @@ def rates_text(all_cells: League) -> str:
     selected = Counter(cell.rate for cell in all_cells.cells.values() if cell.rate is not None)
     if not selected:
         return "No learning rate has been selected yet."
-    parts = ", ".join(f"{rate:.0e} in {selected[rate]}".replace("e-0", "e-") for rate in RATES)
+    parts = ", ".join(f"{short(rate)} in {selected[rate]}" for rate in RATES)
     return f"Selected learning rates, by the number of pairs of method and lag: {parts}."
 
 
