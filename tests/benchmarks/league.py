@@ -4,9 +4,10 @@
     python -m tests.benchmarks.league --subset         # four methods at one lag, to reproduce their rows
     python -m tests.benchmarks.league --report         # page and heat map of the rows so far
 
-For each method and lag, three learning rates are run with three seeds each (stage ``select``). The rate with the best
-mean pass@1 on the *validation* problems is then run with ten other seeds (stage ``test``), and pass@1 on the *test*
-problems is reported. Every run of a seed begins with the same model, which was trained on solutions for a while.
+For each method and lag, three learning rates are run with three seeds each (stage ``select``), and a lower one if the
+lowest of them is the best. The rate with the best mean pass@1 on the *validation* problems is then run with ten other
+seeds (stage ``test``), and pass@1 on the *test* problems is reported. Every run of a seed begins with the same model,
+which was trained on solutions for a while.
 
 Each run appends a row to ``tests/benchmarks/results/league.jsonl``; runs that failed are repeated by the next command.
 Lags come one after the other, methods in blocks of two, GRPO first, and a block is finished before the next one.
@@ -21,6 +22,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -35,6 +37,8 @@ SUBSET_ROWS = CACHE / "subset.jsonl"
 LAGS = ("64", "8", "1", "offline")
 """Lags in the order of the runs."""
 RATES = (1e-4, 3e-4, 1e-3)
+LOWER_RATE = 3e-5
+"""Learning rate that is also run where the lowest of ``RATES`` is the best of them."""
 SELECT_SEEDS, TEST_SEEDS = range(3), range(100, 110)
 BASELINE = "grpo"
 FIRST = (BASELINE, "topr", "off_policy_grpo", "reinforce", "decoupled_ppo", "vespo", "sapo", "dppo_tv")
@@ -61,14 +65,23 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 
-def best_rate(rows: Iterable[Row], method: str, lag: str) -> float | None:
+def rates_to_try(rows: Iterable[Row], method: str, lag: str) -> tuple[float, ...]:
+    """Return the learning rates to select from, as far as they are known from rows."""
+    return (LOWER_RATE, *RATES) if _best_of(RATES, rows, method, lag) == min(RATES) else RATES
+
+
+def best_rate(rows: Sequence[Row], method: str, lag: str) -> float | None:
     """Return the learning rate with the best mean validation pass@1; None until all runs that select it have a row.
 
     A rate with a failed run is not eligible.
     """
+    return _best_of(rates_to_try(rows, method, lag), rows, method, lag)
+
+
+def _best_of(rates: Iterable[float], rows: Iterable[Row], method: str, lag: str) -> float | None:
     own = [row for row in rows if (row["stage"], row["method"], row["lag"]) == ("select", method, lag)]
     means: dict[float, float] = {}
-    for rate in RATES:
+    for rate in rates:
         runs = [row for row in own if row["lr"] == rate and row["seed"] in SELECT_SEEDS]
         if len(runs) < len(SELECT_SEEDS):
             return None
@@ -79,6 +92,9 @@ def best_rate(rows: Iterable[Row], method: str, lag: str) -> float | None:
 
 def planned(rows: Sequence[Row], names: Sequence[str], lags: Sequence[str]) -> Iterator[Job]:
     """Yield all runs in order, those of stage ``test`` only where the learning rate is known."""
+    of_cell: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        of_cell[row["method"], row["lag"]].append(row)
     for lag in lags:
         for start in range(0, len(names), BLOCK):
             block = names[start : start + BLOCK]
@@ -86,10 +102,14 @@ def planned(rows: Sequence[Row], names: Sequence[str], lags: Sequence[str]) -> I
                 for rate in RATES:
                     for name in block:
                         yield Job(stage="select", method=name, lag=lag, lr=rate, seed=seed)
-            rates = {name: best_rate(rows, name, lag) for name in block}
+            for name in block:
+                if LOWER_RATE in rates_to_try(of_cell[name, lag], name, lag):
+                    for seed in SELECT_SEEDS:
+                        yield Job(stage="select", method=name, lag=lag, lr=LOWER_RATE, seed=seed)
+            selected = {name: best_rate(of_cell[name, lag], name, lag) for name in block}
             for seed in TEST_SEEDS:
                 for name in block:
-                    if (best := rates[name]) is not None:
+                    if (best := selected[name]) is not None:
                         yield Job(stage="test", method=name, lag=lag, lr=best, seed=seed)
 
 

@@ -12,7 +12,17 @@ from pathlib import Path
 
 from lgrpo.report import Interval, mean_interval, paired_difference
 from tests.benchmarks import league
-from tests.benchmarks.league import BASELINE, RATES, SELECT_SEEDS, TEST_SEEDS, Row, best_rate, in_order
+from tests.benchmarks.league import (
+    BASELINE,
+    LOWER_RATE,
+    RATES,
+    SELECT_SEEDS,
+    TEST_SEEDS,
+    Row,
+    best_rate,
+    in_order,
+    rates_to_try,
+)
 from tests.benchmarks.league_arm import LENGTHS, PERIODS, ROOT, SIZES, START, methods
 from tests.benchmarks.league_statistics import (
     LEVEL,
@@ -86,13 +96,18 @@ class League:
 
     @property
     def num_planned(self) -> int:
-        """Number of planned runs."""
-        return len(self.cells) * league.RUNS_PER_CELL
+        """Number of planned runs, as far as it is known which cells also try the lower rate."""
+        lower = sum(LOWER_RATE in rates_to_try(self.rows, *key) for key in self.cells)
+        return len(self.cells) * league.RUNS_PER_CELL + lower * len(SELECT_SEEDS)
 
     @property
     def num_finished(self) -> int:
         """Number of runs that count: all of stage ``select``, and those of stage ``test`` at the selected rate."""
-        selecting = sum(row["stage"] == "select" and "error" not in row for row in self.rows)
+        tried = {key: rates_to_try(self.rows, *key) for key in self.cells}
+        selecting = sum(
+            row["stage"] == "select" and "error" not in row and row["lr"] in tried[row["method"], row["lag"]]
+            for row in self.rows
+        )
         return selecting + sum(len(cell.scores) for cell in self.cells.values())
 
     def differences(self, cell: Cell) -> list[float]:
@@ -182,10 +197,10 @@ def verdict(all_cells: League, lag: str) -> str:
     def listed(mark: str) -> str:
         return ", ".join(f"`{m}` ({all_cells.compared[m, lag].mean:+.2f})" for m in by_mark[mark]) or "none"
 
-    others, lowest = len(methods()) - 1, min(RATES)
-    edge = [f"`{m}`" for m in by_mark[LOWER] if all_cells.cells[m, lag].rate == lowest]
+    others = len(methods()) - 1
+    edge = [f"`{m}`" for m in by_mark[LOWER] if all_cells.cells[m, lag].rate == LOWER_RATE]
     caution = (
-        f" Of the lower ones, {', '.join(edge)} selected the lowest rate, {short(lowest)}, so an even lower one "
+        f" Of the lower ones, {', '.join(edge)} selected the lowest rate, {short(LOWER_RATE)}, so an even lower one "
         "may be better for them."
     )
     return (
@@ -217,7 +232,7 @@ def rates_text(all_cells: League) -> str:
     selected = Counter(cell.rate for cell in all_cells.cells.values() if cell.rate is not None)
     if not selected:
         return "No learning rate has been selected yet."
-    parts = ", ".join(f"{short(rate)} in {selected[rate]}" for rate in RATES)
+    parts = ", ".join(f"{short(rate)} in {selected[rate]}" for rate in (LOWER_RATE, *RATES))
     return f"Selected learning rates, by the number of pairs of method and lag: {parts}."
 
 
@@ -354,8 +369,8 @@ def _mean(cell: Cell) -> float:
 
 INTRODUCTION = """# League: the methods under growing lag
 
-Every [named method](methods.md#the-named-methods) at four lags v, each with its best learning rate of three, on a small
-task with graded difficulty. This page is written by `python -m tests.benchmarks.league --report`: its numbers and
+Every [named method](methods.md#the-named-methods) at four lags v, each with its best learning rate, on a small task
+with graded difficulty. This page is written by `python -m tests.benchmarks.league --report`: its numbers and
 sentences follow from the rows in [league.jsonl](../../tests/benchmarks/results/league.jsonl).
 
 ```bash
@@ -385,8 +400,9 @@ def page(rows: Sequence[Row]) -> str:
             f"{task_text(all_cells.rows)}"
         ),
         _filled(
-            f"Stage 1 runs {len(RATES)} learning rates with {len(SELECT_SEEDS)} seeds, and selects the best mean "
-            f"pass@1 on validation problems. Stage 2 runs that rate with {len(TEST_SEEDS)} other seeds; only its "
+            f"Stage 1 runs {len(RATES)} learning rates with {len(SELECT_SEEDS)} seeds, also {short(LOWER_RATE)} if the "
+            "lowest of them is the best, and selects the best mean pass@1 on validation problems. Stage 2 runs that "
+            f"rate with {len(TEST_SEEDS)} other seeds; only its "
             f"pass@1 on test problems is reported. {rates_text(all_cells)}"
         ),
         _filled(

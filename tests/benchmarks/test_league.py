@@ -12,7 +12,7 @@ import yaml
 from lgrpo import WeightSync
 from lgrpo.commands.fit import LGRPOCLI
 from tests.benchmarks import league, league_arm, league_report, league_statistics
-from tests.benchmarks.league import BASELINE, LAGS, RATES, SELECT_SEEDS, TEST_SEEDS
+from tests.benchmarks.league import BASELINE, LAGS, LOWER_RATE, RATES, SELECT_SEEDS, TEST_SEEDS
 from tests.benchmarks.league_arm import Job
 
 LAG = LAGS[0]
@@ -83,13 +83,34 @@ def test_the_first_block_is_tested_before_the_second_is_selected():
     assert left[len(block)].stage == "select"
 
 
+def lower(method, validation):
+    """Return the rows of the rate below the others."""
+    return [row(Job("select", method, LAG, LOWER_RATE, seed), validation) for seed in SELECT_SEEDS]
+
+
 def test_the_rate_is_selected_by_validation_alone():
-    rows = selecting("grpo", {RATES[0]: 0.7, RATES[1]: 0.6, RATES[2]: 0.5})  # the order by test is the opposite
-    assert league.best_rate(rows, "grpo", LAG) == RATES[0]
+    rows = selecting("grpo", {RATES[0]: 0.5, RATES[1]: 0.7, RATES[2]: 0.6})  # the order by test is the opposite
+    assert league.best_rate(rows, "grpo", LAG) == RATES[1]
     assert league.best_rate(rows[:-1], "grpo", LAG) is None
     assert league.best_rate(rows, "grpo", LAGS[1]) is None
-    rows[0] = vars(league.job_of(rows[0])) | {"error": "ValueError: NaN"}
-    assert league.best_rate(rows, "grpo", LAG) == RATES[1]
+    rows[3] = vars(league.job_of(rows[3])) | {"error": "ValueError: NaN"}
+    assert league.best_rate(rows, "grpo", LAG) == RATES[2]
+
+
+def test_a_lower_rate_is_tried_where_the_lowest_is_the_best():
+    rows = selecting("grpo", {RATES[0]: 0.7, RATES[1]: 0.6, RATES[2]: 0.5})
+    missing = {league.job_of(other) for other in lower("grpo", 0.0)}
+    assert league.rates_to_try(rows[:-1], "grpo", LAG) == RATES
+    assert missing < set(league.planned(rows, ["grpo"], [LAG]))
+    assert league.best_rate(rows, "grpo", LAG) is None
+    assert league.best_rate([*rows, *lower("grpo", 0.69)], "grpo", LAG) == RATES[0]
+    rows += [*lower("grpo", 0.71), *final_rows("grpo", [0.1] * 10, rate=RATES[0])]
+    assert league.best_rate(rows, "grpo", LAG) == LOWER_RATE
+    left = set(league.planned(rows, ["grpo"], [LAG])) - {league.job_of(other) for other in rows}
+    assert {(job.stage, job.lr) for job in left} == {("test", LOWER_RATE)}
+    all_cells = league_report.League(rows)
+    assert all_cells.num_finished == 12  # the test runs at another rate do not count
+    assert all_cells.num_planned == len(league_arm.methods()) * 4 * 19 + 3
 
 
 def test_finished_runs_are_not_repeated_and_failed_ones_are(tmp_path, monkeypatch):
@@ -198,11 +219,11 @@ def test_the_report_of_few_rows(rows, tmp_path):
 
 def test_a_lower_method_at_the_lowest_rate_may_have_a_better_one():
     lowest = {RATES[0]: 0.6, RATES[1]: 0.5, RATES[2]: 0.4}
-    rows = [*cell(BASELINE, 0.5), *cell("sapo", 0.3), *selecting("reinforce", lowest)]
-    rows += final_rows("reinforce", [0.3 + 0.001 * seed for seed in range(10)], rate=RATES[0])
+    rows = [*cell(BASELINE, 0.5), *cell("sapo", 0.3), *selecting("reinforce", lowest), *lower("reinforce", 0.7)]
+    rows += final_rows("reinforce", [0.3 + 0.001 * seed for seed in range(10)], rate=LOWER_RATE)
     sentence = league_report.verdict(league_report.League(rows), LAG)
     assert sentence.endswith(
-        "Of the lower ones, `reinforce` selected the lowest rate, 1e-4, so an even lower one may be better for them."
+        "Of the lower ones, `reinforce` selected the lowest rate, 3e-5, so an even lower one may be better for them."
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -170,6 +172,35 @@ def test_continued_episodes(policy, engine, tmp_path):
 @pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED])
 def test_continued_completions(policy, engine, sampling):
     check_continued(engine, policy, prompts(policy, *TEXTS, LONG), TOLERANCE, sampling=sampling)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_tokens=50), replace(TRUNCATED, max_tokens=50)])
+def test_quick_decoding_changes_only_the_number_of_calls(policy, engine, monkeypatch, sampling):
+    llm = engine._loader.llm.llm.llm_engine
+    processor, manager = llm.output_processor, llm.engine_core.engine_core.scheduler.kv_cache_manager
+    process, allocate = type(processor).process_outputs, type(manager).allocate_slots
+    calls = Counter()
+
+    def count_outputs(self, outputs, *arguments, **options):
+        calls["outputs"] += len(outputs)
+        return process(self, outputs, *arguments, **options)
+
+    def count_allocations(self, *arguments, **options):
+        calls["allocations"] += 1
+        return allocate(self, *arguments, **options)
+
+    monkeypatch.setattr(type(processor), "process_outputs", count_outputs)
+    monkeypatch.setattr(type(manager), "allocate_slots", count_allocations)
+    questions = prompts(policy, *TEXTS, LONG[-10:])
+    quick = engine.generate(questions, 4, sampling, 7, policy.tokenizer)
+    tokens, quick_calls = sum(len(c.token_ids) for c in chain(*quick)), calls.copy()
+    calls.clear()
+    monkeypatch.setattr("lgrpo.engines.vllm.runtime.quick_decoding", contextlib.nullcontext)
+    assert engine.generate(questions, 4, sampling, 7, policy.tokenizer) == quick
+    assert max(len(c.token_ids) for c in chain(*quick)) > 32, "several blocks of the cache"
+    assert (calls["outputs"], calls["allocations"]) == (tokens, tokens)
+    assert quick_calls["outputs"] == 20, "one for each completion"
+    assert quick_calls["allocations"] < tokens / 5
 
 
 def test_kept_tokens(policy, engine):
