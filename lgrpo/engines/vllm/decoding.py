@@ -91,7 +91,7 @@ def quick_allocation(scheduler: Any) -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def quick_decoding(engine: Any) -> Iterator[HeldOutputs]:
-    """Replace methods of an ``LLMEngine`` in this process inside the context, and return what holds its outputs back."""
+    """Replace methods of an ``LLMEngine`` of this process inside the context; return what holds its outputs back."""
     scheduler, processor = engine.engine_core.engine_core.scheduler, engine.output_processor
     held, allocate_slots = HeldOutputs(processor), quick_allocation(scheduler)
     with contextlib.ExitStack() as stack:
