@@ -1,71 +1,47 @@
-"""Decoding steps of vLLM with less work in Python for each token, which takes longer than the GPU needs.
+"""Decoding steps of vLLM with less work in Python for each token, which can take longer than the GPU needs.
 
-What is sampled does not change. Attributes of vLLM's objects are replaced for one generation.
+What is sampled does not change. Methods of vLLM's objects are replaced for one generation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 
+def quick_outputs(processor: Any) -> Callable[..., Any]:
+    """Return a replacement of ``OutputProcessor.process_outputs`` for requests whose tokens are read at their end.
 
-class HeldOutputs:
-    """Passes the outputs of a request to vLLM's output processor together when it ends, instead of at every step.
-
-    Log-probabilities go into the request's ``FlatLogprobs`` directly: the processor adds them one token at a time.
+    It stores the tokens of requests that go on, and has vLLM process the outputs of those that end.
     """
+    process, states = processor.process_outputs, processor.request_states
 
-    def __init__(self, processor: Any) -> None:
-        self._processor = processor
-        self._process: Callable[..., Any] = processor.process_outputs
-        self._held: dict[str, list[Any]] = defaultdict(list)
-
-    def process_outputs(self, outputs: Sequence[Any], *arguments: Any, **options: Any) -> Any:
-        """Keep the outputs, and process those of requests that end."""
-        held, ended = self._held, []
+    def process_outputs(outputs: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+        ended = []
         for output in outputs:
-            held[output.request_id].append(output)
             if output.finish_reason is not None:
-                ended.append(output.request_id)
-        return self._process([self._joined(held.pop(name)) for name in ended], *arguments, **options)
+                ended.append(output)
+            elif (state := states.get(output.request_id)) is not None:  # otherwise it was aborted
+                state.detokenizer.update(output.new_token_ids, False)
+                if output.new_logprobs is not None:
+                    add_logprobs(state.logprobs_processor, output.new_logprobs)
+        return process(ended, *arguments, **options)
 
-    def release(self) -> None:
-        """Process the outputs of all requests that have not ended."""
-        held, self._held = self._held, defaultdict(list)
-        self._process([self._joined(outputs) for outputs in held.values()])
-
-    def _joined(self, outputs: list[Any]) -> Any:
-        """Return the last output with the tokens of all, and store their log-probabilities."""
-        last, state = outputs[-1], self._processor.request_states.get(outputs[-1].request_id)
-        if state is None:  # it was aborted
-            return last
-        add_logprobs(state.logprobs_processor, [o.new_logprobs for o in outputs if o.new_logprobs is not None])
-        last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
-        last.new_logprobs, last.prefill_stats = None, outputs[0].prefill_stats
-        return last
+    return process_outputs
 
 
-def add_logprobs(processor: Any, parts: Sequence[Any]) -> None:
-    """Append arrays of log-probabilities, as vLLM's scheduler returns them, to a request's ``FlatLogprobs``."""
-    if not parts:
-        return
+def add_logprobs(processor: Any, arrays: Any) -> None:
+    """Append log-probabilities, as vLLM's scheduler returns them, to a request's ``FlatLogprobs``."""
     flat, width = processor.logprobs, 1 + processor.num_logprobs
-    token_ids, logprobs = (np.concatenate([part[i] for part in parts])[:, :width] for i in (0, 1))
-    ranks = np.broadcast_to(np.arange(width), token_ids.shape).copy()
-    ranks[:, 0] = np.concatenate([part[2] for part in parts])
-    begin = len(flat.logprobs)
-    starts = range(begin, begin + token_ids.size + 1, width)
-    flat.start_indices.extend(starts[:-1])
-    flat.end_indices.extend(starts[1:])
-    flat.token_ids.extend(token_ids.ravel().tolist())
-    flat.logprobs.extend(logprobs.ravel().tolist())
-    flat.ranks.extend(ranks.ravel().tolist())
-    flat.decoded_tokens.extend([None] * token_ids.size)
-    processor.cumulative_logprob += float(logprobs[:, 0].sum())
+    for token_ids, logprobs, rank in zip(arrays[0].tolist(), arrays[1].tolist(), arrays[2].tolist(), strict=True):
+        flat.start_indices.append(len(flat.logprobs))
+        flat.token_ids.extend(token_ids[:width])
+        flat.logprobs.extend(logprobs[:width])
+        flat.ranks.extend((rank, *range(1, width)))
+        flat.decoded_tokens.extend((None,) * width)
+        flat.end_indices.append(len(flat.logprobs))
+        processor.cumulative_logprob += logprobs[0]
 
 
 def quick_allocation(scheduler: Any) -> Callable[..., Any] | None:
@@ -90,15 +66,14 @@ def quick_allocation(scheduler: Any) -> Callable[..., Any] | None:
 
 
 @contextlib.contextmanager
-def quick_decoding(engine: Any) -> Iterator[HeldOutputs]:
-    """Replace methods of an ``LLMEngine`` of this process inside the context; return what holds its outputs back."""
+def quick_decoding(engine: Any) -> Iterator[None]:
+    """Replace methods of an ``LLMEngine`` of this process inside the context."""
     scheduler, processor = engine.engine_core.engine_core.scheduler, engine.output_processor
-    held, allocate_slots = HeldOutputs(processor), quick_allocation(scheduler)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(processor, "process_outputs", held.process_outputs))
-        if allocate_slots is not None:
+        stack.enter_context(_replaced(processor, "process_outputs", quick_outputs(processor)))
+        if (allocate_slots := quick_allocation(scheduler)) is not None:
             stack.enter_context(_replaced(scheduler.kv_cache_manager, "allocate_slots", allocate_slots))
-        yield held
+        yield
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ def answer_all(
     engine, finished = llm.llm_engine, 0
     deadline = time.monotonic() + timeout
     inputs, parameters = requests.inputs, requests.parameters
-    with without_garbage_collection(), quick_decoding(engine) as held:
+    with without_garbage_collection(), quick_decoding(engine):
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         try:
@@ -140,7 +140,6 @@ def answer_all(
                 if on_step is not None:
                     on_step()
             if engine.has_unfinished_requests():
-                held.release()
                 states = engine.output_processor.request_states
                 for name, state in states.items():
                     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
