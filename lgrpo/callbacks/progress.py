@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -24,11 +25,23 @@ from lgrpo.types import RolloutBatch
 NARROW = 64
 """Width in columns below which there is no bar."""
 
+PATIENCE = 10.0
+"""Seconds after which a stage before the first step is named, without a terminal."""
+
+FIRST_STAGES: dict[Stage, str] = {
+    "sync": "starting the engine and sending it the weights",
+    "generate": "generating the first rollout",
+    "score": "scoring the first rollout",
+    "update": "updating the policy for the first time",
+    "validate": "validating",
+}
+
 
 class RolloutProgress(RolloutCallback, ProgressBar):
     """Two live lines in a terminal: stage, rollouts done, time left; reward, lag, pass@1, tokens per second.
 
-    Without a terminal it prints plain lines. ``trainer.enable_progress_bar: false`` turns both off.
+    Without a terminal it prints plain lines: for some of the steps, and before the first one for every stage that takes
+    more than ten seconds, such as starting the engine. ``trainer.enable_progress_bar: false`` turns both off.
     """
 
     def __init__(self, lines: int = 10) -> None:
@@ -42,6 +55,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._live: Live | None = None
         self._redirected: list[tuple[logging.StreamHandler, Any]] = []
         self._metrics: list[str] = []
+        self._notice: threading.Timer | None = None
         self._reset(0, 0)
 
     def disable(self) -> None:
@@ -59,17 +73,24 @@ class RolloutProgress(RolloutCallback, ProgressBar):
     def on_stage(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
         self._stage = str(stage)
         self._since = time.perf_counter()
+        self._waiting = FIRST_STAGES[stage]
+        self._cancel_notice()
         if self._live is not None:
             try:
                 self._live.refresh()
             except OSError:  # the terminal is gone
                 self._close()
+        elif self._enabled and self.lines and trainer.is_global_zero and self._step == self._first:
+            self._notice = threading.Timer(PATIENCE, self._print_waiting)
+            self._notice.daemon = True
+            self._notice.start()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
+        self._cancel_notice()
         self._step = trainer.global_step
         self._metrics = self._read(trainer, batch)
         if self._live is None and self._enabled and self.lines and trainer.is_global_zero:
@@ -102,6 +123,7 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         self._total = total
         self._reuse = 1
         self._stage = "start"
+        self._waiting = "waiting for the first rollout"
         self._metrics = []
         self._sampled: deque[tuple[float, int, float]] = deque(maxlen=20)  # time, rollout, total tokens
 
@@ -147,9 +169,12 @@ class RolloutProgress(RolloutCallback, ProgressBar):
         top.add_row(*cells)
         lines = Table.grid()
         lines.add_row(top)
-        metrics = "  ".join(self._metrics) or "waiting for the first rollout"
+        metrics = "  ".join(self._metrics) or self._waiting
         lines.add_row(Text(" " * 16 * wide + metrics, style="dim", no_wrap=wide, overflow="ellipsis"))
         return lines
+
+    def _print_waiting(self) -> None:
+        print(f"{time.perf_counter() - self._started:.0f} s  {self._waiting} …", flush=True)
 
     # Terminal
 
@@ -172,7 +197,13 @@ class RolloutProgress(RolloutCallback, ProgressBar):
             self._console.width = columns
         return self._console.width
 
+    def _cancel_notice(self) -> None:
+        if self._notice is not None:
+            self._notice.cancel()
+            self._notice = None
+
     def _close(self) -> None:
+        self._cancel_notice()
         if self._live is not None:
             live, self._live = self._live, None
             with contextlib.suppress(OSError):  # the terminal may be gone

@@ -85,6 +85,7 @@ def test_a_wide_terminal(monkeypatch):
     assert len(screen) == 2
     for stage in ("sync", "generate", "score", "update"):
         assert stage in raw, stage
+    assert "starting the engine and sending it the weights" in raw
     assert re.search(r"\d:\d\d left", raw)
     assert raw.rstrip().endswith("\x1b[?25h"), "the cursor is visible again"
 
@@ -112,6 +113,29 @@ def test_the_number_of_lines_without_a_terminal(capsys):
     assert "\x1b" not in captured.err
     fit(rollouts=3, callbacks=[RolloutProgress(lines=0)], trainer={"enable_progress_bar": True})
     assert capsys.readouterr().out == ""
+
+
+def test_slow_stages_before_the_first_step_are_named_without_a_terminal(monkeypatch, capsys):
+    named = threading.Event()
+
+    class SlowSync(RolloutCallback):
+        def on_stage(self, trainer, pl_module, stage):
+            if stage == "sync" and trainer.global_step == 0:
+                assert named.wait(60)
+
+    class Progress(RolloutProgress):
+        def _print_waiting(self):
+            super()._print_waiting()
+            named.set()
+
+    monkeypatch.setattr("lgrpo.callbacks.progress.PATIENCE", 0.01)
+    progress = Progress()
+    fit(rollouts=2, v=1, callbacks=[progress, SlowSync()], trainer={"enable_progress_bar": True})
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d+ s  starting the engine and sending it the weights …", lines[0])
+    assert not any("starting" in line for line in lines[1:])
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/2", "2/2"]
+    assert progress._notice is None
 
 
 def test_log_messages_appear_above(monkeypatch):
