@@ -86,6 +86,9 @@ def draw_batch(seed: int = SEED) -> dict[str, Tensor]:
         "rewards_binary": torch.bernoulli(torch.full((len(LENGTHS),), 0.5), generator=generator),
         "rewards_real": torch.randn(len(LENGTHS), generator=generator),
     }
+    # probabilities between 1e-8 and 1 under both policies, drawn last so that the numbers above stay as they were
+    for name in ("old_log_prob_far", "log_prob_far"):
+        batch[name] = -torch.empty(shape).uniform_(0.02, 18.0, generator=generator)
     batch["rewards_constant_group"] = torch.where(groups == 1, torch.ones(()), batch["rewards_binary"])
     check_batch(batch)
     return batch
@@ -100,6 +103,7 @@ def check_batch(batch: dict[str, Tensor]) -> None:
     wide = (batch["log_prob_wide"] - batch["old_log_prob"]).exp()
     weight = (batch["old_log_prob"] - batch["rollout_log_prob_wide"]).exp()
     far = batch["ref_log_prob_far"] - batch["log_prob"]
+    extreme = batch["log_prob_far"] - batch["old_log_prob_far"]
     reached = {
         "above the band, positive advantage": ((ratio > 1.28) & positive).any(),
         "above the band, negative advantage": ((ratio > 1.28) & negative).any(),
@@ -112,6 +116,10 @@ def check_batch(batch: dict[str, Tensor]) -> None:
         "k3 is cut at ten, its log-ratio is not": ((far > 3) & (far < 20) & mask).any(),
         "a log-ratio is above 20": ((far > 20) & mask).any(),
         "a log-ratio is below -20": ((far < -20) & mask).any(),
+        "an extreme ratio, positive advantage": ((extreme > 6) & positive).any(),
+        "an extreme ratio, negative advantage": ((extreme > 6) & negative).any(),
+        "an extreme inverse ratio, positive advantage": ((extreme < -6) & positive).any(),
+        "an extreme inverse ratio, negative advantage": ((extreme < -6) & negative).any(),
         "groups of mixed rewards": (batch["rewards_binary"].view(-1, GROUP_SIZE).std(dim=1) > 0).all(),
     }
     missing = [name for name, is_reached in reached.items() if not bool(is_reached)]
@@ -254,17 +262,27 @@ def loss_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
         settings = {**rows, "tau_pos": 1.0, "tau_neg": 1.05}
         yield loss_case(batch, f"sapo{suffix}", "sapo", settings, log_prob=log_prob)
 
+    far = {"log_prob": "log_prob_far", "old_log_prob": "old_log_prob_far"}
+    yield loss_case(batch, "vanilla_far", "vanilla", {**mean, **CLIP}, **far)
+    yield loss_case(batch, "gspo_far", "gspo", {**rows, "clip_ratio_low": 0.08, "clip_ratio_high": 0.1}, **far)
+    yield loss_case(batch, "geo_mean_far", "geo_mean", {**rows, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, **far)
+    yield loss_case(batch, "cispo_far", "cispo", {**mean, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, **far)
+    for name, low, high in (("dppo_tv", 0.05, 0.1), ("dppo_kl", 0.01, 0.02)):
+        settings = {**mean, "clip_ratio_c": 1e9, "clip_ratio_low": low, "clip_ratio_high": high}
+        yield loss_case(batch, f"{name}_far", name, settings, **far)
+    yield loss_case(batch, "sapo_far", "sapo", {**rows, "tau_pos": 1.0, "tau_neg": 1.05}, **far)
+
 
 # --------------------------------------------------------------------------------------------- rollout correction
 
 
-def rollout_weights(batch: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
-    """Return verl's weights of the old policy over a distant rollout policy."""
+def rollout_weights(batch: dict[str, Tensor], settings: dict[str, Any], rollout: str) -> Tensor:
+    """Return verl's weights of the old policy over a rollout policy."""
     from verl.trainer.ppo import rollout_corr_helper
 
     weights, _, _ = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
         old_log_prob=batch["old_log_prob"],
-        rollout_log_prob=batch["rollout_log_prob_wide"],
+        rollout_log_prob=batch[rollout],
         response_mask=batch["response_mask"],
         **settings,
     )
@@ -279,11 +297,13 @@ def corrected_loss_cases(batch: dict[str, Tensor]) -> Iterator[Case]:
         "token_icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"},
     }
     settings = {"loss_agg_mode": "token-mean", **CLIP}
-    for name, correction in corrections.items():
-        weights = rollout_weights(batch, correction)
-        case = loss_case(batch, f"decoupled_{name}", "vanilla", settings, weights=weights)
-        case.settings = {**settings, "rollout_correction": correction}
-        case.inputs["rollout_log_prob"] = "rollout_log_prob_wide"
+    distant = [(name, "", "rollout_log_prob_wide") for name in corrections]
+    distant += [(name, "_far", "old_log_prob_far") for name in ("token_tis", "sequence_tis")]  # IcePop keeps no token
+    for name, suffix, rollout in distant:
+        weights = rollout_weights(batch, corrections[name], rollout)
+        case = loss_case(batch, f"decoupled_{name}{suffix}", "vanilla", settings, weights=weights)
+        case.settings = {**settings, "rollout_correction": corrections[name]}
+        case.inputs["rollout_log_prob"] = rollout
         yield case
     bypass = {**settings, "policy_loss": {"rollout_correction": {"rollout_is": None, "loss_type": "ppo_clip"}}}
     yield loss_case(batch, "bypass_ppo_clip", "bypass_mode", bypass, old_log_prob="rollout_log_prob")
