@@ -255,7 +255,7 @@ STUDIES = {
             )
         ],
         remark="All arms have the same learning rate, which may suit one method and not another, so these differences "
-        "do not rank the methods. The [league](league.md) does, with the best of three rates for each.",
+        "do not rank the methods. The [league](league.md) does, with the best learning rate of each.",
     ),
     "distillation": Study(
         title="Distillation under lag",
