@@ -207,7 +207,8 @@ def test_a_server_of_urls_that_is_restarted_gets_its_weights_again(policy, engin
 def test_more_failures_than_allowed(policy, engine, tmp_path, monkeypatch):
     """Every restarted server fails at once. The weights can still be saved."""
     failing = tmp_path / "failing"
-    failing.write_text("#!/bin/sh\necho 'torch.OutOfMemoryError: out of memory'\nexit 3\n")
+    # slow, so that the threads of both servers have noticed that these are dead before the last failure
+    failing.write_text("#!/bin/sh\nsleep 2\necho 'torch.OutOfMemoryError: out of memory'\nexit 3\n")
     failing.chmod(0o700)
     held, before = engine.state_dict(), replace(engine.faults)
     engine.group.budget.max_failures = 4
