@@ -142,7 +142,7 @@ def test_losses_and_gradients_equal_verl(name):
     behaviour = tensor(inputs["rollout_log_prob"]) if "rollout_log_prob" in inputs else old
     batch = rollout(behaviour, tensor("response_mask"), tensor("advantages"))
     value, gradient = loss_and_gradient(LOSSES[name], batch, tensor(inputs["log_prob"]), proximal=old)
-    assert value == pytest.approx(case["outputs"]["loss"], rel=1e-5, abs=1e-5)
+    assert abs(value - case["outputs"]["loss"]) <= 1e-5 * (max(1, abs(value)) if name.endswith("_far") else 1)
     assert torch.allclose(gradient, torch.tensor(case["outputs"]["grad_log_prob"]), atol=1e-5)
     assert gradient.abs().max() > 1e-3
 
