@@ -97,8 +97,7 @@ class League:
     @property
     def num_planned(self) -> int:
         """Number of planned runs, as far as it is known which cells also try the lower rate."""
-        lower = sum(LOWER_RATE in rates_to_try(self.rows, *key) for key in self.cells)
-        return len(self.cells) * league.RUNS_PER_CELL + lower * len(SELECT_SEEDS)
+        return num_runs(self.rows, self.cells)
 
     @property
     def num_finished(self) -> int:
@@ -153,6 +152,12 @@ class League:
         if abs(difference.mean) < self.effect * statistics.stdev(self.differences(self.cells[method, lag])):
             return ""
         return HIGHER if difference.mean > 0 else LOWER
+
+
+def num_runs(rows: Sequence[Row], cells: Iterable[tuple[str, str]]) -> int:
+    """Return the number of runs of some methods and lags."""
+    lower = (LOWER_RATE in rates_to_try(rows, *cell) for cell in cells)
+    return sum(league.RUNS_PER_CELL + len(SELECT_SEEDS) * tries_lower for tries_lower in lower)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -285,7 +290,7 @@ def task_text(rows: Iterable[Row]) -> str:
     starts = {row["seed"]: row["start"]["test"] for row in finished}
     times = sorted(row["cpu_seconds"] for row in finished)
     seconds, most = statistics.median(times), times[int(0.95 * len(times))]
-    subset = len(league.SUBSET) * league.RUNS_PER_CELL
+    subset = num_runs(finished, [(name, league.LAGS[0]) for name in league.SUBSET])
     shortest, longest = str(LENGTHS[0]), str(LENGTHS[-1])
     tested = [row for row in finished if row["stage"] == "test" and row["method"] == BASELINE]
     text = (
@@ -402,8 +407,8 @@ def page(rows: Sequence[Row]) -> str:
         _filled(
             f"Stage 1 runs {len(RATES)} learning rates with {len(SELECT_SEEDS)} seeds, also {short(LOWER_RATE)} if the "
             "lowest of them is the best, and selects the best mean pass@1 on validation problems. Stage 2 runs that "
-            f"rate with {len(TEST_SEEDS)} other seeds; only its "
-            f"pass@1 on test problems is reported. {rates_text(all_cells)}"
+            f"rate with {len(TEST_SEEDS)} other seeds; only its pass@1 on test problems is reported. "
+            f"{rates_text(all_cells)}"
         ),
         _filled(
             f"Each method is compared with `{BASELINE}` at the same lag, paired by seed (two-sided t-test), once both "
